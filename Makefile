@@ -1,0 +1,38 @@
+# Everything runs from a virtual environment that this file makes. Only Python >= 3.11 and make are needed.
+PYTHON ?= python3
+VENV   ?= .venv
+# `torch` for users; a machine with a torch of its own can say, for example, TORCH_SPEC=torch==2.13.0
+TORCH_SPEC ?= torch
+PY      = $(VENV)/bin/python
+JOBS   ?= 2
+
+.PHONY: demo demo-real test test-gpu lint setup clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip
+	$(PY) -m pip install -q "$(TORCH_SPEC)"
+	$(PY) -m pip install -q -e ".[test,sim,profiling]"
+	touch $@
+
+demo: setup
+	$(PY) -m moe demo
+
+demo-real: setup
+	$(PY) -m pip install -q -e ".[real]"
+	$(PY) -m moe demo-real
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+test: lint
+	$(PY) -m pytest -n $(JOBS) -m "not gpu and not sm90 and not sm100 and not dist and not slow" --durations=15
+
+test-gpu: setup
+	$(PY) -m pytest -m "gpu or sm90 or sm100 or dist"
+
+clean:
+	rm -rf $(VENV) build .demo
