@@ -1,12 +1,14 @@
-"""Activations of an expert: small frozen objects whose formula is written once, over a math namespace.
+"""Activations of an expert: small frozen objects whose formula is written once, over a math
+namespace.
 
-A formula is a method ``__call__(m, gate, up)`` in fp32. ``m`` is `cute_kernels.torch_math.TorchMath` on tensors or the
-device's namespace inside a kernel; both offer
+A formula is a method ``__call__(m, gate, up)`` in fp32. ``m`` is
+`cute_kernels.torch_math.TorchMath` on tensors or the device's namespace inside a kernel; both offer
 
     m.exp(x) m.tanh(x) m.erf(x) m.div(a, b) m.minimum(a, b) m.maximum(a, b) m.fma(a, b, c)
 
-with NaN kept by minimum and maximum. ``+ - *`` are the operators themselves, each rounded once; write ``m.fma(a, b, c)``
-where a sum of a product is meant: a device compiler fuses ``a * b + c`` anyway, and both sides must round alike.
+with NaN kept by minimum and maximum. ``+ - *`` are the operators themselves, each rounded once;
+write ``m.fma(a, b, c)`` where a sum of a product is meant: a device compiler fuses ``a * b + c``
+anyway, and both sides must round alike.
 
 Your own activation needs no kernel change:
 
@@ -39,13 +41,16 @@ class MathNamespace(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """Base class. ``gated``: the expert has a gate and an up projection; otherwise ``up`` is None and ``gate``
-    is the single projection. The repr is part of a kernel's cache key: keep every parameter a field."""
+    """Base class. ``gated``: the expert has a gate and an up projection; otherwise ``up`` is None
+    and ``gate`` is the single projection. The repr is part of a kernel's cache key: keep every
+    parameter a field."""
 
     gated: ClassVar[bool] = True
 
     def __call__(self, m: MathNamespace, gate: Any, up: Any = None) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no formula: define __call__(self, m, gate, up)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no formula: define __call__(self, m, gate, up)"
+        )
 
 
 def silu(m: MathNamespace, x: Any) -> Any:
@@ -60,8 +65,8 @@ def _check_limit(limit: float | None, owner: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SwiGLU(Activation):
-    """silu(gate) * up. With ``limit`` c (DeepSeek-V4: 10): gate = min(gate, c), up = clamp(up, -c, c) *before* the product;
-    the gate is not clamped from below."""
+    """silu(gate) * up. With ``limit`` c (DeepSeek-V4: 10): gate = min(gate, c), up = clamp(up, -c,
+    c) *before* the product; the gate is not clamped from below."""
 
     limit: float | None = None
 
@@ -77,7 +82,9 @@ class SwiGLU(Activation):
 
 @dataclasses.dataclass(frozen=True)
 class SwiGLUOAI(Activation):
-    """(up + 1) * gate * sigmoid(alpha * gate) with gate = min(gate, limit), up = clamp(up, -limit, limit) (gpt-oss)."""
+    """(up + 1) * gate * sigmoid(alpha * gate) with gate = min(gate, limit), up = clamp(up, -limit,
+    limit) (gpt-oss).
+    """
 
     alpha: float = 1.702
     limit: float = 7.0
@@ -93,7 +100,9 @@ class SwiGLUOAI(Activation):
 
 @dataclasses.dataclass(frozen=True)
 class GeGLU(Activation):
-    """gelu_tanh(gate) * up, gelu_tanh(x) = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    """gelu_tanh(gate) * up, gelu_tanh(x) = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))
+    (Hendrycks and Gimpel 2016).
+    """
 
     def __call__(self, m: MathNamespace, gate: Any, up: Any = None) -> Any:
         k = math.sqrt(2.0 / math.pi)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 class TorchMath:
-    """See `cute_kernels.activations`. Inputs are fp32 tensors (any shape, any device) or Python floats."""
+    """See `cute_kernels.activations`. Inputs are fp32 tensors (any shape, any device) or Python
+    floats.
+    """
 
     def exp(self, x: Tensor) -> Tensor:
         return torch.exp(x)
@@ -30,14 +32,16 @@ class TorchMath:
     def fma(self, a: Tensor, b: float | Tensor, c: float | Tensor) -> Tensor:
         """a * b + c with one rounding to fp32.
 
-        The product of two fp32 values is exact in fp64. Their sum with c is rounded to odd in fp64 (Boldo and Melquiond
-        2008), which makes the final rounding to fp32 the only one that shows.
+        The product of two fp32 values is exact in fp64. Their sum with c is rounded to odd in fp64
+        (Boldo and Melquiond 2008), which makes the final rounding to fp32 the only one that shows.
         """
         product = a.double() * _wide(b, a)
         addend = _wide(c, a).expand_as(product)
         total = product + addend
         virtual = total - product
-        error = (product - (total - virtual)) + (addend - virtual)  # Knuth's TwoSum: total + error is exact
+        error = (product - (total - virtual)) + (
+            addend - virtual
+        )  # Knuth's TwoSum: total + error is exact
         bits = total.view(torch.int64)
         toward_zero = (error > 0) != (total > 0)  # the exact sum is nearer to zero than `total`
         odd = torch.where(toward_zero, bits - 1, bits) | 1

@@ -1,0 +1,64 @@
+"""Which implementations of the layer are usable here, and why the others are not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moe.experts import find_grouped_mm
+
+
+class BackendStatus(NamedTuple):
+    """``usable`` on this machine and device; ``reason`` says what was found or what is missing."""
+
+    name: str
+    usable: bool
+    reason: str
+
+
+BACKENDS = ("sm100", "sm90", "sim", "torch", "reference")
+_NOT_YET = "this version of the package has no kernels for it"
+
+
+def backend_status(device: torch.device | str | None = None) -> list[BackendStatus]:
+    """One `BackendStatus` for each name in `BACKENDS`, best first. ``device``: where x and weights
+    live; default: the current CUDA device if there is one, else the CPU. Nothing is compiled or
+    launched."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    return [
+        BackendStatus("sm100", False, _NOT_YET),
+        BackendStatus("sm90", False, _NOT_YET),
+        BackendStatus("sim", False, _NOT_YET),
+        _torch_status(where),
+        BackendStatus("reference", True, "any device; fp64 sums, slow: the specification"),
+    ]
+
+
+def _torch_status(where: torch.device) -> BackendStatus:
+    if where.type == "cpu":
+        return BackendStatus("torch", True, "CPU: decoded weights, fp64 sums")
+    if where.type != "cuda":
+        return BackendStatus("torch", False, f"runs on cpu and cuda, not on {where.type}")
+    if find_grouped_mm() is None:
+        reason = f"torch {torch.__version__} has no grouped GEMM (torch.nn.functional.grouped_mm)"
+        return BackendStatus("torch", False, reason)
+    return BackendStatus("torch", True, "CUDA: decoded weights, torch's grouped GEMM in bf16")
+
+
+def choose_backend(name: str, device: torch.device) -> str:
+    """Resolve "auto" to the first usable backend for ``device``; another name -> itself, if usable.
+
+    Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run
+    here.
+    """
+    status = {s.name: s for s in backend_status(device)}
+    if name == "auto":
+        return next(s.name for s in status.values() if s.usable)
+    if name not in status:
+        raise ValueError(f"backend must be 'auto' or one of {BACKENDS}, got {name!r}")
+    if not status[name].usable:
+        raise RuntimeError(f"backend {name!r} cannot run on {device}: {status[name].reason}")
+    return name

@@ -1,0 +1,358 @@
+"""The layer: route, run the experts, add the shared expert."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from cute_kernels import nvfp4
+from cute_kernels.activations import BUILT_IN, Activation
+from moe import reference
+from moe.backends import choose_backend
+from moe.config import MoEConfig
+from moe.experts import Numerics, run_torch, scratch_buffers
+from moe.plan import check_routing
+from moe.router import route, router_logits
+from moe.weights import ExpertWeights
+from moe.workspace import Workspace, total_bytes
+
+_WEIGHT_FIELDS = tuple(
+    f.name for f in dataclasses.fields(ExpertWeights) if f.name != "first_expert"
+)
+_ROUTER_FIELDS = ("router_weight", "router_bias", "selection_bias", "tid2eid")
+_X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FORMAT = "nvfp4-megamoe/1"
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer with NVFP4 weights: y (T, H) = sum over slots of weight *
+    expert(x) + shared(x).
+
+    cfg, weights      `MoEConfig`, `ExpertWeights` (the local experts; ids of other experts
+                      contribute nothing)
+    router_weight     (num_experts, H) or None: without it only `experts` can be called
+    router_bias       (num_experts,): part of the logits (gpt-oss)
+    selection_bias    (num_experts,): changes which experts are chosen, never their weights
+                      (DeepSeek-V3)
+    tid2eid           (vocabulary, top_k) int: ids by token id (DeepSeek-V4's first layers)
+    shared            callable (T, H) -> (T, H), for example a module; added last, without the
+                      routed factor
+    backend           "auto" or a name from `python -m moe backends`; the one in use is
+                      `layer.backend`
+    activations       "nvfp4": x and h are quantised (W4A4); "bf16": they are rounded to bf16
+                      (W4A16)
+    activation_scale  outer scale of x: "per_token", "static" (weights.gx) or "per_tensor"
+    deterministic     True is the only choice of the backends of this version
+    parallel          None: one process owns every expert it computes
+    workspace         `Workspace` that several layers share, or None: scratch per call
+
+    Every tensor is a buffer: `state_dict`, `to(device)` and `load_state_dict` work as usual. A
+    change of dtype (`.half()`) leaves the quantised weights and their scales as they are. There is
+    no autograd: inference only.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        weights: ExpertWeights,
+        *,
+        router_weight: Tensor | None = None,
+        router_bias: Tensor | None = None,
+        selection_bias: Tensor | None = None,
+        tid2eid: Tensor | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        backend: str = "auto",
+        activations: str = "nvfp4",
+        activation_scale: str = "per_token",
+        deterministic: bool = True,
+        parallel: Any = None,
+        workspace: Workspace | None = None,
+    ) -> None:
+        super().__init__()
+        _check_weights(cfg, weights)
+        self.cfg = cfg
+        self.numerics = Numerics(activations, activation_scale)
+        if parallel is not None:
+            raise ValueError("parallel must be None: this version runs in one process")
+        if not deterministic:
+            raise ValueError(
+                "deterministic=False is not offered: every backend here is deterministic"
+            )
+        self.backend = choose_backend(backend, weights.device)
+        self.shared = shared
+        self.workspace = workspace
+        self.first_expert = weights.first_expert
+        for name in _WEIGHT_FIELDS:
+            tensor = getattr(weights, name)
+            # float8 buffers are kept as bytes: a module-wide dtype change must not touch them
+            is_scale = tensor is not None and tensor.dtype == torch.float8_e4m3fn
+            self.register_buffer(name, tensor.view(torch.uint8) if is_scale else tensor)
+        router = (router_weight, router_bias, selection_bias, tid2eid)
+        _check_router(cfg, router)
+        for name, tensor in zip(_ROUTER_FIELDS, router):
+            self.register_buffer(name, None if tensor is None else tensor.detach())
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The `ExpertWeights` in the buffers of this module (no copy)."""
+        tensors = {name: getattr(self, name) for name in _WEIGHT_FIELDS}
+        for name in ("l1_scale", "l2_scale"):
+            tensors[name] = tensors[name].view(torch.float8_e4m3fn)
+        return ExpertWeights(**tensors, first_expert=self.first_expert)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """Move buffers between devices, never change their dtype; the shared expert takes both."""
+
+        def keep_dtype(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        super()._apply(keep_dtype, recurse=False)
+        return self
+
+    def forward(self, x: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """x (T, H) or (B, S, H) bf16/fp16/fp32 -> the same shape and dtype.
+
+        input_ids  token ids, one per token, for hash-routed layers (tid2eid)
+
+        Raises ValueError or TypeError for a wrong shape, dtype or device, before anything runs.
+        """
+        flat = self._check_input(x)
+        if self.router_weight is None:
+            raise ValueError("this layer has no router_weight: use layer.experts(x, ids, weights)")
+        logits = router_logits(flat, self.router_weight, self.router_bias)
+        ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
+        weights = weights * self.cfg.routed_scaling_factor
+        shared = None if self.shared is None else self.shared(flat)
+        if shared is not None and shared.shape != flat.shape:
+            raise ValueError(f"shared must return {tuple(flat.shape)}, got {tuple(shared.shape)}")
+        return self._run(flat, ids, weights, shared).reshape(x.shape)
+
+    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Experts only, routed by the caller: y (T, H) = sum over slots of topk_weights *
+        expert(x).
+
+        x                       (T, H) or (B, S, H) bf16/fp16/fp32, any strides
+        topk_ids, topk_weights  (T, top_k) or (B, S, top_k); int32/int64 global expert ids and
+                                floats, any strides. An id that is negative, >= num_experts, or
+                                another rank's contributes nothing; a token without a slot gets
+                                exactly 0
+
+        Weights are used as given: no scaling factor, no shared expert.
+        """
+        flat = self._check_input(x)
+        ids, weights = topk_ids.flatten(0, -2), topk_weights.flatten(0, -2)
+        check_routing(ids, weights)
+        if ids.shape != (flat.shape[0], self.cfg.top_k):
+            raise ValueError(
+                f"topk_ids must be ({flat.shape[0]}, {self.cfg.top_k}) for x {tuple(x.shape)}, got "
+                f"{tuple(topk_ids.shape)}"
+            )
+        if ids.device != flat.device:
+            raise ValueError(f"topk_ids are on {ids.device}, x on {flat.device}")
+        return self._run(flat, ids, weights, None).reshape(x.shape)
+
+    def _check_input(self, x: Tensor) -> Tensor:
+        hidden = self.cfg.hidden
+        if x.dtype not in _X_DTYPES:
+            raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
+        if x.dim() < 2 or x.shape[-1] != hidden:
+            raise ValueError(f"x must be (T, {hidden}) or (B, S, {hidden}), got {tuple(x.shape)}")
+        if x.device != self.l1_data.device:
+            raise ValueError(f"x is on {x.device}, the weights are on {self.l1_data.device}")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError(
+                "this layer has no backward (NVFP4 inference): call it under torch.no_grad() or "
+                "detach x; gradients would silently stop here otherwise"
+            )
+        return x.flatten(0, -2)
+
+    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        if self.backend == "reference":
+            numerics = (self.numerics.activations, self.numerics.activation_scale)
+            return reference.experts(
+                x, ids, weights, self.cfg, self.weights, *numerics, shared=shared
+            ).y
+        return run_torch(
+            x, ids, weights, self.cfg, self.weights, self.numerics, shared, self.workspace
+        )
+
+    def plan_memory(self, max_tokens: int) -> int:
+        """Bytes of scratch that a call with up to ``max_tokens`` tokens takes: the size of a
+        `Workspace`.
+        """
+        if self.backend == "reference":
+            return 0
+        return total_bytes(scratch_buffers(max_tokens, self.cfg, self.weights))
+
+    def warmup(self, max_tokens: int) -> None:
+        """Prepare every call with up to ``max_tokens`` tokens: afterwards nothing is compiled.
+
+        The PyTorch backends compile nothing. Raises ValueError when the workspace is too small.
+        """
+        need = self.plan_memory(max_tokens)
+        if self.workspace is not None and need > self.workspace.nbytes:
+            raise ValueError(
+                f"workspace of {self.workspace.nbytes} bytes is too small for {max_tokens} tokens, "
+                f"which need {need}"
+            )
+
+    @torch.no_grad()
+    def calibrate(
+        self,
+        x: Tensor,
+        input_ids: Tensor | None = None,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Set the static scales gh (E,) and gx () from a sample x (T, H): amax / 2688 of what each
+        expert sees.
+
+        routing  (topk_ids, topk_weights) (T, top_k), or None: the layer's own router
+
+        An expert that no row reaches takes the largest gh of the others. Returns {"gh", "gx"}.
+        Raises ValueError when no expert is reached.
+        """
+        flat = self._check_input(x)
+        if routing is None:
+            if self.router_weight is None:
+                raise ValueError("this layer has no router_weight: pass routing=(ids, weights)")
+            logits = router_logits(flat, self.router_weight, self.router_bias)
+            ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
+        else:
+            ids, weights = routing
+        stages = reference.experts(
+            flat, ids, weights, self.cfg, self.weights, self.numerics.activations
+        )
+        offsets = stages.plan.expert_offsets.tolist()
+        amax = torch.stack(
+            [
+                stages.h[a:b].abs().amax() if b > a else torch.tensor(-1.0, device=x.device)
+                for a, b in itertools.pairwise(offsets)
+            ]
+        )
+        if not bool((amax >= 0).any()):
+            raise ValueError("no token of the sample reaches an expert of this layer")
+        amax = torch.where(amax < 0, amax.amax(), amax)
+        limit = nvfp4.E2M1_MAX * nvfp4.UE4M3_MAX
+        self.gh = (amax / limit).clamp(min=nvfp4.GLOBAL_MIN)
+        scaled = flat.float() * weights.float() if self.cfg.weight_on_input else flat.float()
+        self.gx = (scaled.abs().amax() / limit).clamp(min=nvfp4.GLOBAL_MIN)
+        return {"gh": self.gh, "gx": self.gx}
+
+    def save_packed(self, path: str | Path) -> None:
+        """Write config and every buffer to one safetensors file; `load_packed` reads it back bit
+        for bit.
+
+        The shared expert is not part of the file. A user-written activation is stored by name only.
+        """
+        tensors = {k: v for k, v in self.state_dict().items() if not k.startswith("shared.")}
+        cfg = {f.name: getattr(self.cfg, f.name) for f in dataclasses.fields(MoEConfig)}
+        act = self.cfg.activation
+        cfg["activation"] = {"name": type(act).__name__, "fields": dataclasses.asdict(act)}
+        meta = {
+            "format": _FORMAT,
+            "config": json.dumps(cfg),
+            "numerics": json.dumps(dataclasses.asdict(self.numerics)),
+            "first_expert": str(self.first_expert),
+        }
+        save_file({k: v.contiguous() for k, v in tensors.items()}, str(path), metadata=meta)
+
+    @classmethod
+    def load_packed(
+        cls,
+        path: str | Path,
+        device: torch.device | str = "cpu",
+        *,
+        activation: Activation | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        backend: str = "auto",
+        workspace: Workspace | None = None,
+    ) -> MoE:
+        """Inverse of `save_packed`. ``activation`` is needed when the file names a user-written
+        one.
+
+        Raises ValueError for another kind of file or an unknown activation.
+        """
+        with safe_open(str(path), "pt", device=str(device)) as f:
+            meta = f.metadata() or {}
+            if meta.get("format") != _FORMAT:
+                raise ValueError(
+                    f"{path} is not a packed layer ({_FORMAT}): {meta.get('format')!r}"
+                )
+            names = f.keys()  # not a dict: it cannot be iterated itself
+            tensors = {name: f.get_tensor(name) for name in names}
+        fields = json.loads(meta["config"])
+        stored = fields.pop("activation")
+        if activation is None:
+            if stored["name"] not in BUILT_IN:
+                raise ValueError(
+                    f"{path} uses the activation {stored['name']}, which is not built in: pass "
+                    f"activation={stored['name']}(...)"
+                )
+            activation = BUILT_IN[stored["name"]](**stored["fields"])
+        elif type(activation).__name__ != stored["name"]:
+            raise ValueError(
+                f"{path} was saved with {stored['name']}, got {type(activation).__name__}"
+            )
+        for name in ("l1_scale", "l2_scale"):
+            tensors[name] = tensors[name].view(torch.float8_e4m3fn)
+        weights = ExpertWeights(
+            **{n: tensors.get(n) for n in _WEIGHT_FIELDS}, first_expert=int(meta["first_expert"])
+        )
+        return cls(
+            MoEConfig(**fields, activation=activation),
+            weights,
+            **{n: tensors.get(n) for n in _ROUTER_FIELDS},
+            shared=shared,
+            backend=backend,
+            workspace=workspace,
+            **json.loads(meta["numerics"]),
+        )
+
+    def extra_repr(self) -> str:
+        c = self.cfg
+        return (
+            f"hidden={c.hidden}, intermediate={c.intermediate}, "
+            f"experts={self.weights.num_experts}/{c.num_experts}, top_k={c.top_k}, {c.activation}, "
+            f"backend={self.backend}, activations={self.numerics.activations}"
+        )
+
+
+def _check_weights(cfg: MoEConfig, w: ExpertWeights) -> None:
+    if (w.hidden, w.intermediate) != (cfg.hidden, cfg.intermediate):
+        raise ValueError(
+            f"weights have H={w.hidden}, I={w.intermediate}, the config says H={cfg.hidden}, "
+            f"I={cfg.intermediate}"
+        )
+    if w.gated != cfg.activation.gated:
+        raise ValueError(
+            f"{cfg.activation} {'needs' if cfg.activation.gated else 'has no'} gate projection, "
+            f"the weights have {'one' if w.gated else 'none'}"
+        )
+    if w.first_expert < 0 or w.first_expert + w.num_experts > cfg.num_experts:
+        raise ValueError(
+            f"local experts {w.first_expert}..{w.first_expert + w.num_experts - 1} are not all "
+            f"among the {cfg.num_experts} experts of the config"
+        )
+
+
+def _check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...]) -> None:
+    shapes = ((cfg.num_experts, cfg.hidden), (cfg.num_experts,), (cfg.num_experts,))
+    for name, tensor, shape in zip(_ROUTER_FIELDS, tensors, shapes):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+    table = tensors[3]
+    if table is not None and (table.dim() != 2 or table.shape[1] != cfg.top_k):
+        raise ValueError(f"tid2eid must be (vocabulary, {cfg.top_k}), got {tuple(table.shape)}")

@@ -1,0 +1,98 @@
+"""Routing decisions turned into expert-major rows. Global expert ids become local ones here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutingPlan:
+    """Rows of a batch in expert-major order. R = T * K; every size depends on T and K alone.
+
+    expert_offsets  int32 (E+1,): rows of local expert e are expert_offsets[e] : expert_offsets[e+1]
+    row_token       int32 (R,): token of each row; -1 past expert_offsets[E]
+    row_weight      float32 (R,): its top-k weight; 0 past expert_offsets[E]
+    token_rows      int32 (T, K): row of each (token, slot); -1 when the slot is not computed here
+
+    Two tokens, two slots, three local experts; token 1 has an empty slot:
+
+    >>> import torch
+    >>> ids = torch.tensor([[2, 0], [2, -1]])
+    >>> plan = make_plan(ids, torch.tensor([[0.75, 0.25], [1.0, 0.5]]), num_experts=3)
+    >>> plan.expert_offsets.tolist()    # expert 0 has one row, expert 1 none, expert 2 two
+    [0, 1, 1, 3]
+    >>> plan.row_token.tolist()         # row 0 is token 0 (slot 1), rows 1 and 2 are tokens 0 and 1
+    [0, 0, 1, -1]
+    >>> plan.row_weight.tolist()
+    [0.25, 0.75, 1.0, 0.0]
+    >>> plan.token_rows.tolist()
+    [[1, 0], [2, -1]]
+    """
+
+    expert_offsets: Tensor
+    row_token: Tensor
+    row_weight: Tensor
+    token_rows: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_rows.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """Local experts."""
+        return self.expert_offsets.numel() - 1
+
+
+def check_routing(topk_ids: Tensor, topk_weights: Tensor) -> None:
+    """Raises TypeError or ValueError unless ids are int32/int64 (T, K) and weights floats of the
+    same shape and device. Strided views are fine."""
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    if not topk_weights.dtype.is_floating_point:
+        raise TypeError(f"topk_weights must be floating point, got {topk_weights.dtype}")
+    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
+        raise ValueError(
+            f"topk_ids and topk_weights must both be (T, K), got {tuple(topk_ids.shape)} and "
+            f"{tuple(topk_weights.shape)}"
+        )
+    if topk_ids.device != topk_weights.device:
+        raise ValueError(
+            f"topk_ids are on {topk_ids.device}, topk_weights on {topk_weights.device}"
+        )
+
+
+def make_plan(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    first_expert: int = 0,
+    num_local_experts: int | None = None,
+) -> RoutingPlan:
+    """Sort (token, slot) pairs by local expert, stably; nothing waits for the device.
+
+    topk_ids, topk_weights  (T, K), global ids int32/int64. A slot whose id is negative, >=
+                            num_experts, or not in first_expert : first_expert + num_local_experts
+                            has no row here.
+    """
+    check_routing(topk_ids, topk_weights)
+    local_count = num_experts - first_expert if num_local_experts is None else num_local_experts
+    tokens, slots = topk_ids.shape
+    ids = topk_ids.reshape(-1).long()
+    local = ids - first_expert
+    here = (ids >= 0) & (ids < num_experts) & (local >= 0) & (local < local_count)
+    key = torch.where(here, local, local_count)  # slots that are not here sort last
+    sorted_key, order = key.sort(stable=True)  # (R,)
+    bounds = torch.arange(local_count + 1, device=ids.device)
+    offsets = torch.searchsorted(sorted_key, bounds).int()  # first row whose key is >= e
+    real = sorted_key < local_count
+    row_token = torch.where(real, order // max(slots, 1), -1).int()
+    row_weight = torch.where(real, topk_weights.reshape(-1).float()[order], 0.0)
+    row = torch.arange(tokens * slots, device=ids.device)
+    token_rows = torch.empty_like(row).scatter(0, order, torch.where(real, row, -1))
+    return RoutingPlan(offsets, row_token, row_weight, token_rows.reshape(tokens, slots).int())

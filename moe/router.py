@@ -1,0 +1,136 @@
+"""Which experts a token goes to, and with what weight: numerics.md section 5.
+
+Every function is a few torch operations on fp32 (tokens, experts) scores and does not depend on the
+batch:
+the same token gets the same bits alone and among others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe.config import MoEConfig
+
+_X_BITS = 16  # bits of one half of an activation
+# bits of a router weight relative to the largest of its row; 2^16 * 2^22 * 2^14 terms < 2^53
+_W_BITS = 22
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, H) float, weight (E, H) float, bias (E,) or None -> fp32 logits (T, E), the same bits
+    in any batch.
+
+    A matrix product sums in an order that depends on the shape. Here the order cannot matter: both
+    operands are rounded to fixed point relative to the largest element of their row (x in two parts
+    of 16 bits, weights 22 bits), so that every partial sum is an integer below 2^53 and exact in
+    fp64. The rounding is below that of an fp32 product. A NaN or Inf in a row of x makes that row
+    NaN and no other.
+
+    Raises ValueError when shapes disagree.
+    """
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"router needs x (T, H) and weight (E, H), got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if x.shape[1] > 2**14:
+        raise ValueError(f"hidden up to {2**14} keeps the router's sums exact, got {x.shape[1]}")
+    wide, step = x.double(), _grid(x, _X_BITS)
+    high = (wide / step).round()  # (T, H) integers, |.| <= 2^16
+    low = ((wide / step - high) * 2.0**_X_BITS).round()  # what was lost, the same range
+    w_step = _grid(weight, _W_BITS)
+    w = (weight.double() / w_step).round().t()  # (H, E)
+    total = high @ w + (low @ w) * 2.0**-_X_BITS  # each product exact; one rounding in the sum
+    logits = (total * step * w_step.t()).float()
+    return logits if bias is None else logits + bias.float()
+
+
+def _grid(x: Tensor, bits: int) -> Tensor:
+    """fp64 (rows, 1): the power of two p with max|x| / p in [2^(bits-1), 2^bits); 1 for a zero row,
+    NaN for NaN or Inf.
+    """
+    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
+    exponent = (amax.float().view(torch.int32) >> 23) - 127  # exact, unlike log2
+    step = ((exponent.long() + (1 - bits + 1023)) << 52).view(
+        torch.float64
+    )  # 2^(exponent + 1 - bits)
+    return torch.where(torch.isfinite(amax), step, torch.nan)
+
+
+def scores(logits: Tensor, scoring: str) -> Tensor:
+    """fp32 (T, E) -> fp32 scores: softmax over experts, sigmoid, or sqrt(softplus)."""
+    logits = logits.float()
+    if scoring == "softmax":
+        return logits.softmax(dim=-1)
+    if scoring == "sigmoid":
+        return logits.sigmoid()
+    if scoring == "sqrtsoftplus":
+        return torch.nn.functional.softplus(logits).sqrt()
+    raise ValueError(f"scoring must be softmax, sigmoid or sqrtsoftplus, got {scoring!r}")
+
+
+def _stable_top(values: Tensor, k: int) -> Tensor:
+    """int64 (T, k) indices of the largest, ties to the lower index (torch.topk gives no such
+    promise).
+    """
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _keep_best_groups(biased: Tensor, cfg: MoEConfig) -> Tensor:
+    """Scores of the experts outside the best groups become -inf (DeepSeek-V3 section 2.1.2)."""
+    grouped = biased.unflatten(-1, (cfg.num_groups, -1))  # (T, groups, experts per group)
+    best_two = grouped.sort(dim=-1, descending=True).values[..., :2]
+    group_score = (
+        best_two[..., 0] if best_two.shape[-1] == 1 else best_two[..., 0] + best_two[..., 1]
+    )
+    chosen = _stable_top(group_score, cfg.top_groups)  # (T, top_groups)
+    kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(-1, chosen, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def route(
+    logits: Tensor,
+    cfg: MoEConfig,
+    selection_bias: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    input_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logits (T, num_experts) -> topk_ids int32 (T, top_k), topk_weights fp32 (T, top_k).
+
+    selection_bias  (num_experts,): added to the scores that *choose*; the weights are the unbiased
+                    scores
+    tid2eid         (vocabulary, top_k) int: hash routing, ids = tid2eid[input_ids]; weights from
+                    the scores
+
+    The weights do not contain ``routed_scaling_factor``: `MoE.forward` applies it. Zero tokens are
+    valid.
+    Raises ValueError when shapes disagree or hash routing lacks input_ids.
+    """
+    if logits.dim() != 2 or logits.shape[1] != cfg.num_experts:
+        raise ValueError(f"logits must be (T, {cfg.num_experts}), got {tuple(logits.shape)}")
+    s = scores(logits, cfg.scoring)
+    if tid2eid is not None:
+        if input_ids is None:
+            raise ValueError("this layer routes by token id (tid2eid): pass input_ids to forward")
+        if input_ids.numel() != logits.shape[0]:
+            raise ValueError(
+                f"input_ids must hold one id per token, got {input_ids.numel()} for "
+                f"{logits.shape[0]}"
+            )
+        ids = tid2eid[input_ids.reshape(-1).long()].long()
+    else:
+        choose = s if selection_bias is None else s + selection_bias.float()
+        if cfg.num_groups > 1:
+            choose = _keep_best_groups(choose, cfg)
+        ids = _stable_top(choose, cfg.top_k)
+    weights = s.gather(-1, ids)
+    if cfg.renormalize:
+        total = weights[:, 0]
+        for slot in range(
+            1, cfg.top_k
+        ):  # slots in order: a sum whose order does not depend on the batch
+            total = total + weights[:, slot]
+        total = total.unsqueeze(-1)
+        weights = torch.where(total == 0, 0.0, weights / total)
+    return ids.int(), weights

@@ -1,0 +1,81 @@
+"""Scratch memory that several layers may share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Buffer(NamedTuple):
+    """One scratch tensor of a call. Its size follows from shapes, never from routing."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        size = self.dtype.itemsize
+        for n in self.shape:
+            size *= n
+        return size
+
+
+def total_bytes(buffers: list[Buffer]) -> int:
+    return sum(_aligned(b.nbytes) for b in buffers)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256
+
+
+class Workspace:
+    """One allocation of ``nbytes`` that layers carve their scratch from, one call at a time.
+
+    Layers that share a workspace must run one after another on one stream. Without a workspace
+    every call takes its scratch from torch's allocator and frees it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
+        if nbytes < 0:
+            raise ValueError(f"nbytes must not be negative, got {nbytes}")
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.device
+
+    def carve(self, buffers: list[Buffer]) -> list[Tensor]:
+        """Uninitialised tensors, 256-byte aligned, for one call.
+
+        Raises ValueError when they do not fit: nothing is allocated and nothing is launched then.
+        """
+        need = total_bytes(buffers)
+        if need > self.nbytes:
+            raise ValueError(
+                f"workspace of {self.nbytes} bytes is too small for this call, which needs {need}: "
+                "size it with MoE.plan_memory(max_tokens)"
+            )
+        views, start = [], 0
+        for b in buffers:
+            piece = self._memory[start : start + b.nbytes]
+            views.append(piece.view(b.dtype).view(b.shape))
+            start += _aligned(b.nbytes)
+        return views
+
+
+def allocate(
+    buffers: list[Buffer], device: torch.device, workspace: Workspace | None
+) -> list[Tensor]:
+    """Scratch for one call, from ``workspace`` or from torch's allocator."""
+    if workspace is None:
+        return [torch.empty(b.shape, dtype=b.dtype, device=device) for b in buffers]
+    if workspace.device != device:
+        raise ValueError(f"workspace is on {workspace.device}, the call on {device}")
+    return workspace.carve(buffers)
