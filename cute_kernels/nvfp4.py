@@ -229,25 +229,30 @@ def decode(q: Nvfp4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """code * scale without the global scale, (..., rows, K): exact in float32, float64 and bfloat16
     (every product of an E2M1 and a UE4M3 value has at most 6 significant bits)."""
     values = _unpack_values(q.data, dtype)
-    scale = q.row_major_scale().to(dtype)
-    blocks = values.unflatten(-1, (-1, BLOCK))
-    return (blocks * scale.unsqueeze(-1)).flatten(-2)
+    every_byte = torch.arange(256, device=q.device, dtype=torch.int32).to(torch.uint8)
+    scales = _lookup(every_byte.view(torch.float8_e4m3fn).to(dtype), q.row_major_scale())
+    blocks = values.unflatten(-1, (values.shape[-1] // BLOCK, BLOCK))
+    return blocks.mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
-_PAIR_CARRIER = {2: torch.int32, 4: torch.int64}
+def _lookup(table: Tensor, data: Tensor) -> Tensor:
+    """table (256,) indexed by the bytes of ``data``: several times faster than converting them."""
+    index = data.view(torch.uint8).reshape(-1).int()
+    return table.index_select(0, index).reshape(data.shape)
+
+
+# a type that carries two values of so many bytes through one gather
+_PAIR_CARRIER = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
 
 
 def _unpack_values(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Packed bytes (..., K/2) -> E2M1 values (..., K). One gather per byte: a table entry carries
-    two values.
+    """Packed bytes (..., K/2) -> E2M1 values (..., K), freshly allocated. One gather per byte: a
+    table entry carries two values.
     """
     every_byte = torch.arange(256, device=data.device, dtype=torch.int32).to(torch.uint8)
     pairs = decode_e2m1(unpack(every_byte.unsqueeze(-1)), dtype)  # (256, 2)
-    carrier = _PAIR_CARRIER.get(dtype.itemsize)
-    if carrier is None:  # float64: no integer is wide enough for two
-        return pairs[data.int()].flatten(-2)
-    table = pairs.view(carrier).squeeze(-1)  # (256,)
-    return table.index_select(0, data.reshape(-1).int()).reshape(data.shape).view(dtype)
+    table = pairs.view(_PAIR_CARRIER[dtype.itemsize]).squeeze(-1)  # (256,)
+    return _lookup(table, data).view(dtype)
 
 
 def _outer_scale(x: Tensor, global_scale: GlobalScale) -> Tensor:

@@ -60,6 +60,14 @@ class MoE(nn.Module):
     no autograd: inference only.
     """
 
+    router_weight: Tensor | None
+    router_bias: Tensor | None
+    selection_bias: Tensor | None
+    tid2eid: Tensor | None
+    gh: Tensor | None
+    gx: Tensor | None
+    l1_data: Tensor
+
     def __init__(
         self,
         cfg: MoEConfig,
@@ -104,7 +112,7 @@ class MoE(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """The `ExpertWeights` in the buffers of this module (no copy)."""
-        tensors = {name: getattr(self, name) for name in _WEIGHT_FIELDS}
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in _WEIGHT_FIELDS}
         for name in ("l1_scale", "l2_scale"):
             tensors[name] = tensors[name].view(torch.float8_e4m3fn)
         return ExpertWeights(**tensors, first_expert=self.first_expert)
@@ -308,17 +316,18 @@ class MoE(nn.Module):
             )
         for name in ("l1_scale", "l2_scale"):
             tensors[name] = tensors[name].view(torch.float8_e4m3fn)
-        weights = ExpertWeights(
-            **{n: tensors.get(n) for n in _WEIGHT_FIELDS}, first_expert=int(meta["first_expert"])
-        )
+        fields_of: dict[str, Any] = {n: tensors.get(n) for n in _WEIGHT_FIELDS}
+        weights = ExpertWeights(**fields_of, first_expert=int(meta["first_expert"]))
+        router: dict[str, Any] = {n: tensors.get(n) for n in _ROUTER_FIELDS}
+        numerics: dict[str, Any] = json.loads(meta["numerics"])
         return cls(
             MoEConfig(**fields, activation=activation),
             weights,
-            **{n: tensors.get(n) for n in _ROUTER_FIELDS},
+            **router,
             shared=shared,
             backend=backend,
             workspace=workspace,
-            **json.loads(meta["numerics"]),
+            **numerics,
         )
 
     def extra_repr(self) -> str:

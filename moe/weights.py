@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,8 @@ class ExpertWeights:
         return sum(t.nbytes for _, t in self.tensors())
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        return dataclasses.replace(self, **{name: t.to(device) for name, t in self.tensors()})
+        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors()}
+        return dataclasses.replace(self, **moved)
 
     def l1(self) -> Nvfp4Tensor:
         """Interleaved gate/up codes and scales (E, P*I, H) with global scale 1: g13 differs by
