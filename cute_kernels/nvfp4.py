@@ -28,7 +28,6 @@ UE4M3_MIN = 2.0**-9  # the smallest subnormal; a block scale is never 0
 GLOBAL_MIN = 2.0**-100  # keeps 1 / (scale * global_scale) finite in fp32
 UE4M3_NAN = 0x7F
 
-_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # (midpoint, does the midpoint itself round up?): ties go to the code whose lowest bit is 0
 _E2M1_MIDPOINTS = (
     (0.25, False),
@@ -221,8 +220,11 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E2M1 codes uint8 in 0..15 -> values (exact in every float type of 16 bits or more)."""
-    table = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
-    return torch.tensor(table, dtype=dtype, device=codes.device)[codes.int()]
+    # Arithmetic, not a table from the host: a copy to the device would wait for it.
+    index = codes.int() & 7
+    quarters = torch.where(index < 2, 2 * index, (2 + (index & 1)) << (index >> 1))
+    magnitude = quarters.to(dtype) * 0.25
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def decode(q: Nvfp4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

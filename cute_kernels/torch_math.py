@@ -53,7 +53,7 @@ def _wide(value: float | Tensor, like: Tensor) -> Tensor:
     """fp64 of the fp32 rounding of ``value``: constants reach a kernel as fp32."""
     if isinstance(value, Tensor):
         return value.float().double()
-    return torch.tensor(value, dtype=torch.float32, device=like.device).double()
+    return torch.full((), value, dtype=torch.float32, device=like.device).double()
 
 
 TORCH_MATH = TorchMath()
