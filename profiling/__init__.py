@@ -1,0 +1,1 @@
+"""Benchmarks and measurements. Nothing here is imported by the packages."""
