@@ -1,0 +1,176 @@
+"""Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, its allocator and its hazards.
+
+Every cell knows whether it was written, which tcgen05 pipe may still write or read it (`busy_write`, `busy_read`: marks
+of operations that no completed commit covers), and how many tcgen05.ld of it have been issued and not waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .checks import Checks, TmemError, TmemLeak, TmemRace, UninitialisedRead
+from .wait import Signal
+
+LANES, COLUMNS = 128, 512
+PIPE_BITS = 12  # a busy mark is sequence << PIPE_BITS | pipe
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rectangle of cells: lanes [lane, lane + lanes), columns [column, column + columns)."""
+
+    lane: int
+    lanes: int
+    column: int
+    columns: int
+
+    @property
+    def index(self) -> tuple[slice, slice]:
+        return slice(self.lane, self.lane + self.lanes), slice(
+            self.column, self.column + self.columns
+        )
+
+    def __str__(self) -> str:
+        return f"lanes {self.lane}..{self.lane + self.lanes - 1}, columns {self.column}..{self.column + self.columns - 1}"
+
+
+@dataclass
+class Allocation:
+    """`columns` columns from `column` on; `claimed` once a warp of this CTA has executed the alloc itself."""
+
+    column: int
+    columns: int
+    group: int
+    claimed: bool
+
+
+def split(addr: int) -> tuple[int, int]:
+    """(lane, column) of a TMEM address; bits 30-31 carry a scale id in some uses and are dropped."""
+    return (addr >> 16) & 0x3FFF, addr & 0xFFFF
+
+
+class Tmem:
+    """See the module text. `data` is uint32 (lanes, columns)."""
+
+    def __init__(self, cta: Any) -> None:
+        self.cta = cta
+        self.data = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
+        self.written = np.zeros((LANES, COLUMNS), bool)
+        self.busy_write = np.zeros((LANES, COLUMNS), np.int64)
+        self.busy_read = np.zeros((LANES, COLUMNS), np.int64)
+        self.loads = np.zeros((LANES, COLUMNS), np.uint8)
+        self.owned = np.zeros(COLUMNS, bool)
+        self.allocations: list[Allocation] = []
+        self.relinquished = False
+        self.freed = Signal()
+        self.peak = 0
+
+    # ---- allocation -------------------------------------------------------------------------------------------
+
+    def room(self, columns: int) -> int | None:
+        """First column of a free stretch, or None."""
+        for start in range(0, COLUMNS - columns + 1, 32):
+            if not self.owned[start : start + columns].any():
+                return start
+        return None
+
+    def take(self, column: int, columns: int, group: int, claimed: bool) -> None:
+        self.owned[column : column + columns] = True
+        self.allocations.append(Allocation(column, columns, group, claimed))
+        self.peak = max(self.peak, int(self.owned.sum()))
+
+    def release(self, column: int, columns: int, group: int, checks: Checks) -> None:
+        """dealloc.
+
+        Raises:
+            TmemError: no such allocation, or TmemRace if the columns are still in use.
+        """
+        found = next((a for a in self.allocations if a.column == column and a.claimed), None)
+        if found is None:
+            raise TmemError(f"dealloc of column {column}, which starts no allocation\n  {self}")
+        if found.columns != columns or found.group != group:
+            raise TmemError(
+                f"dealloc of {columns} columns with cta_group::{group} where {found.columns} were allocated with cta_group::{found.group}"
+            )
+        area = Region(0, LANES, column, columns)
+        if checks.tmem_pending_load and self.loads[area.index].any():
+            raise TmemRace(
+                f"dealloc of {area} under a tcgen05.ld that was not waited for (tcgen05.wait::ld is missing)"
+            )
+        if checks.tmem_race and (
+            self.busy_write[area.index].any() or self.busy_read[area.index].any()
+        ):
+            raise TmemRace(
+                f"dealloc of {area} while an MMA or copy that no completed commit covers may still use it"
+            )
+        self.allocations.remove(found)
+        self.owned[column : column + columns] = False
+        self.written[area.index] = False
+        self.data[area.index] = 0xFFFFFFFF
+        self.freed.notify()
+
+    def end(self, checks: Checks) -> None:
+        """The CTA ends: everything must have been given back."""
+        if self.allocations and checks.tmem_leak:
+            raise TmemLeak(
+                f"the CTA ends with TMEM still allocated (tcgen05.dealloc is missing): {self}"
+            )
+
+    def __str__(self) -> str:
+        held = ", ".join(f"[{a.column}, {a.column + a.columns})" for a in self.allocations)
+        return f"TMEM columns allocated: {held or 'none'}"
+
+    # ---- access -----------------------------------------------------------------------------------------------
+
+    def check_allocated(self, area: Region, what: str) -> None:
+        if area.lane + area.lanes > LANES or area.column + area.columns > COLUMNS:
+            raise TmemError(f"{what} touches {area}, beyond {LANES} lanes x {COLUMNS} columns")
+        if not self.owned[area.column : area.column + area.columns].all():
+            raise TmemError(
+                f"{what} touches {area} outside every allocation of cluster rank {self.cta.rank}\n  {self}"
+            )
+
+    def check_read(self, area: Region, what: str, checks: Checks, pipe: int = 0) -> None:
+        """A read at its issue, by tcgen05 pipe `pipe` (0: a warp)."""
+        self.check_allocated(area, what)
+        if checks.tmem_race:
+            busy = self.busy_write[area.index]
+            if busy.any() and ((busy != 0) & (busy & ((1 << PIPE_BITS) - 1) != pipe)).any():
+                raise TmemRace(
+                    f"{what} reads {area} while an MMA or copy may be writing it: nothing waited for a commit of that operation"
+                )
+
+    def check_written(self, area: Region, what: str, checks: Checks) -> None:
+        if checks.uninitialised and not self.written[area.index].all():
+            lane, column = np.argwhere(~self.written[area.index])[0]
+            raise UninitialisedRead(
+                f"{what} reads TMEM lane {area.lane + lane}, column {area.column + column}, which was never written"
+            )
+
+    def check_write(self, area: Region, what: str, checks: Checks, pipe: int = 0) -> None:
+        """A write at its issue, by tcgen05 pipe `pipe` (0: a warp)."""
+        self.check_allocated(area, what)
+        if checks.tmem_pending_load and self.loads[area.index].any():
+            raise TmemRace(
+                f"{what} overwrites {area} under a tcgen05.ld that was not waited for: tcgen05.wait::ld is missing before the release, "
+                "or the release itself is"
+            )
+        if checks.tmem_race:
+            for busy in (self.busy_write[area.index], self.busy_read[area.index]):
+                if busy.any() and ((busy != 0) & (busy & ((1 << PIPE_BITS) - 1) != pipe)).any():
+                    raise TmemRace(
+                        f"{what} overwrites {area} while an MMA or copy that nothing waited for may use it"
+                    )
+
+    def mark(self, area: Region, write: bool, stamp: int) -> None:
+        """Notes an operation in flight; `stamp` is sequence << PIPE_BITS | pipe."""
+        (self.busy_write if write else self.busy_read)[area.index] = stamp
+
+    def unmark(self, area: Region, write: bool, stamp: int) -> None:
+        """The operation `stamp` has completed; later marks of its pipe stay."""
+        busy = (self.busy_write if write else self.busy_read)[area.index]
+        pipe = stamp & ((1 << PIPE_BITS) - 1)
+        busy[(busy <= stamp) & (busy & ((1 << PIPE_BITS) - 1) == pipe)] = 0
