@@ -59,14 +59,18 @@ def _grid(x: Tensor, bits: int) -> Tensor:
 
 
 def scores(logits: Tensor, scoring: str) -> Tensor:
-    """fp32 (T, E) -> fp32 scores: softmax over experts, sigmoid, or sqrt(softplus)."""
+    """fp32 (T, E) -> fp32 scores: softmax over experts, sigmoid, or sqrt(softplus).
+
+    sigmoid and softplus are spelled with exp and log1p: torch.sigmoid and softplus on a CPU give an
+    element other bits in the vectorised part of a batch than in its remainder.
+    """
     logits = logits.float()
     if scoring == "softmax":
         return logits.softmax(dim=-1)
     if scoring == "sigmoid":
-        return logits.sigmoid()
+        return 1.0 / (1.0 + torch.exp(-logits))
     if scoring == "sqrtsoftplus":
-        return torch.nn.functional.softplus(logits).sqrt()
+        return (logits.clamp(min=0.0) + torch.log1p(torch.exp(-logits.abs()))).sqrt()
     raise ValueError(f"scoring must be softmax, sigmoid or sqrtsoftplus, got {scoring!r}")
 
 
