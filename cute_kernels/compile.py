@@ -88,6 +88,7 @@ class _State:
         self.kernels: dict[tuple[Any, str], Launcher] = {}
         self.stats = Stats()
         self.disk: DiskCache | None = None
+        self.archs: dict[int, str] = {}  # per CUDA device
         self.warming = 0
         self.simulated = False
         self.runtime_loaded = False
@@ -159,6 +160,29 @@ def enable_simulator() -> None:
             libraries and "cutlass.cutlass_dsl" in sys.modules
         ):  # it has read its environment already
             _dsl().envar.shared_libs = libraries
+
+
+def device_arch(index: int, capability: Callable[[int], tuple[int, int]] | None) -> str:
+    """Compile target of CUDA device ``index``, asked once; ``capability`` None: CPU tensors.
+
+    Raises RuntimeError with the reason when kernels cannot run there.
+    """
+    if _state.simulated:
+        return "sm_100a"
+    arch = _state.archs.get(index)
+    if arch is None:
+        found = status(None if capability is None else capability(index)).check()
+        arch = _state.archs[index] = found.arch
+    return arch
+
+
+def simulating() -> bool:
+    """Do kernel launches on CPU tensors run right now, that is, is a simulator active?"""
+    if not _state.simulated:
+        return False
+    from cute_kernels import sim
+
+    return bool(sim.active())
 
 
 def simulated() -> bool:

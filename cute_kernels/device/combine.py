@@ -1,0 +1,219 @@
+"""Rows back to tokens, and rows of received tokens into expert order.
+
+    y[t] = out( ((w0 * o[r0]) + (w1 * o[r1])) + ... + shared[t] ),  r_j = token_rows[t, j]
+
+in fp32, slots in order, every product and every sum rounded: the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from cute_kernels.compile import Ptr
+from cute_kernels.device import ptx
+
+_VALUES = {"BFloat16": 8, "Float16": 8, "Float32": 4}  # of one 16-byte access
+
+
+def _spread(vectors: int, most: int = 256) -> tuple[int, int]:
+    """(threads, CTAs) for ``vectors`` accesses of one row: whole warps, fewest idle threads."""
+    ctas = -(-vectors // most)
+    return -(-vectors // (ctas * 32)) * 32, ctas
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """A thread owns eight columns of one token; the loads of all its slots are in flight together.
+
+    hidden    columns, a multiple of 8
+    top_k     slots per token
+    dtypes    of the rows, of the output and of the shared expert's output ('' without one)
+    weighted  products with the weights, else a plain sum (weights were applied to the input)
+
+    o (R, hidden); token_rows int32 (T, top_k), -1 = nothing here; weights fp32 (T, top_k);
+    shared and y (T, hidden). A token without a slot gets 0, plus its shared row.
+    """
+
+    hidden: int
+    top_k: int
+    rows_dtype: str = "BFloat16"
+    out_dtype: str = "BFloat16"
+    shared_dtype: str = ""
+    weighted: bool = True
+
+    WIDTH = 8
+
+    @property
+    def name(self) -> str:
+        shared = f"_shared_{self.shared_dtype.lower()}" if self.shared_dtype else ""
+        return (
+            f"combine_h{self.hidden}_k{self.top_k}_{self.rows_dtype.lower()}_"
+            f"{self.out_dtype.lower()}{shared}{'' if self.weighted else '_sum'}"
+        )
+
+    @property
+    def arguments(self) -> tuple:
+        return (
+            Ptr(self.rows_dtype),
+            Ptr("Int32", 4),
+            Ptr("Float32", 4) if self.weighted else None,
+            Ptr(self.shared_dtype) if self.shared_dtype else None,
+            Ptr(self.out_dtype),
+            "i32",
+        )
+
+    @cute.jit
+    def __call__(self, o, token_rows, weights, shared, y, tokens, stream):
+        threads, ctas = _spread(self.hidden // self.WIDTH)
+        self.kernel.set_name_prefix(
+            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+        self.kernel(o, token_rows, weights, shared, y).launch(
+            grid=(tokens, ctas, 1), block=(threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, o, token_rows, weights, shared, y):
+        tid, _, _ = cute.arch.thread_idx()
+        token, part, _ = cute.arch.block_idx()
+        threads, ctas = _spread(self.hidden // self.WIDTH)
+        ptx.wait_for_previous_kernel()
+        column = (part * threads + tid) * self.WIDTH
+        inside = Boolean(True)
+        if cutlass.const_expr(threads * ctas * self.WIDTH > self.hidden):
+            inside = column < self.hidden
+        if inside:
+            slots = Int64(token) * (self.top_k * 4)
+            rows = [ptx.load_i32(token_rows.toint() + slots + 4 * j) for j in range(self.top_k)]
+            factors = [None] * self.top_k
+            if cutlass.const_expr(self.weighted):
+                factors = [ptx.load_f32(weights.toint() + slots + 4 * j) for j in range(self.top_k)]
+            values = self.sum_slots(o, rows, factors, column)
+            position = Int64(token) * self.hidden + column
+            if cutlass.const_expr(bool(self.shared_dtype)):
+                extra = unpack(load(shared.toint(), position, self.shared_dtype), self.shared_dtype)
+                values = [ptx.add(v, e) for v, e in zip(values, extra)]
+            else:
+                some = rows[0] >= 0
+                for j in cutlass.range_constexpr(1, self.top_k):
+                    some = some or rows[j] >= 0
+                values = [cutlass.select_(some, v, Float32(0.0)) for v in values]
+            store(y.toint(), position, values, self.out_dtype)
+        ptx.allow_next_kernel()
+
+    def sum_slots(self, o, rows, factors, column):
+        """fp32 sums of this thread's columns. They start from -0.0, which changes no term added to it."""
+        pieces = [load_if(o.toint(), row, self.hidden, column, self.rows_dtype) for row in rows]
+        total = [Float32(-0.0) for _ in range(self.WIDTH)]
+        for row, factor, words in zip(rows, factors, pieces):
+            terms = unpack(words, self.rows_dtype)
+            if factor is not None:
+                terms = [ptx.mul(factor, v) for v in terms]
+            terms = [cutlass.select_(row >= 0, v, Float32(-0.0)) for v in terms]
+            total = [ptx.add(s, v) for s, v in zip(total, terms)]
+        return total
+
+
+def _bytes(dtype: str) -> int:
+    return 4 if dtype == "Float32" else 2
+
+
+def load(base, position, dtype):
+    """Words of eight values from element ``position`` on."""
+    address = base + position * _bytes(dtype)
+    words = list(ptx.load_u32x4(address))
+    return words + list(ptx.load_u32x4(address + 16)) if dtype == "Float32" else words
+
+
+@cute.jit
+def load_if(base, row, hidden: cutlass.Constexpr, column, dtype: cutlass.Constexpr):
+    """`load` of row ``row``; zeros without memory traffic when it is negative."""
+    words = [Uint32(0)] * (8 if dtype == "Float32" else 4)
+    if row >= 0:
+        words = load(base, Int64(row) * hidden + column, dtype)
+    return words
+
+
+def unpack(words, dtype):
+    """Words -> fp32 values (exact)."""
+    if dtype == "Float32":
+        return [w.bitcast(Float32) for w in words]
+    if dtype == "BFloat16":
+        halves = [(w << 16, w & Uint32(0xFFFF0000)) for w in words]
+        return [h.bitcast(Float32) for pair in halves for h in pair]
+    return [ptx.half_to_f32(w, upper) for w in words for upper in (False, True)]
+
+
+def store(base, position, values, dtype):
+    address = base + position * _bytes(dtype)
+    if dtype == "Float32":
+        ptx.store_u32x4(address, [v.bitcast(Uint32) for v in values[:4]])
+        ptx.store_u32x4(address + 16, [v.bitcast(Uint32) for v in values[4:]])
+        return
+    pack = ptx.pack_bf16x2 if dtype == "BFloat16" else ptx.pack_f16x2
+    ptx.store_u32x4(address, [pack(a, b) for a, b in zip(values[::2], values[1::2])])
+
+
+@dataclasses.dataclass(frozen=True)
+class PermuteRows:
+    """out[r] = data[row_token[r]] for routed rows r < expert_offsets[E], with their fp32 outer scales.
+
+    row_bytes  bytes of a row, a multiple of 8
+    One CTA per row of the output; rows past the last expert are left alone.
+
+    data uint8 (N, row_bytes); gx fp32 (N,); row_token int32 (R,); total = &expert_offsets[E];
+    out uint8 (R, row_bytes); out_gx fp32 (R,)
+    """
+
+    row_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"permute_rows_b{self.row_bytes}"
+
+    @property
+    def width(self) -> int:
+        return 16 if self.row_bytes % 16 == 0 else 8
+
+    @property
+    def arguments(self) -> tuple:
+        i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
+        return (Ptr("Uint8", self.width), f32, i32, i32, Ptr("Uint8", self.width), f32, "i32")
+
+    @cute.jit
+    def __call__(self, data, gx, row_token, total, out, out_gx, rows, stream):
+        threads, _ = _spread(self.row_bytes // self.width)
+        self.kernel.set_name_prefix(
+            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+        self.kernel(data, gx, row_token, total, out, out_gx).launch(
+            grid=(rows, 1, 1), block=(threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, data, gx, row_token, total, out, out_gx):
+        tid, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        threads, steps = _spread(self.row_bytes // self.width)
+        ptx.wait_for_previous_kernel()
+        token = Int32(-1)
+        if row < ptx.load_i32(total.toint()):
+            token = ptx.load_i32(row_token.toint() + Int64(row) * 4)
+        if token >= 0:
+            source = data.toint() + Int64(token) * self.row_bytes
+            target = out.toint() + Int64(row) * self.row_bytes
+            if tid == 0:
+                value = ptx.load_f32(gx.toint() + Int64(token) * 4)
+                ptx.store_f32(out_gx.toint() + Int64(row) * 4, value)
+            for step in cutlass.range_constexpr(steps):
+                offset = (step * threads + tid) * self.width
+                if offset < self.row_bytes:
+                    if cutlass.const_expr(self.width == 16):
+                        ptx.store_u32x4(target + offset, ptx.load_u32x4(source + offset))
+                    else:
+                        ptx.store_u32x2(target + offset, ptx.load_u32x2(source + offset))
+        ptx.allow_next_kernel()

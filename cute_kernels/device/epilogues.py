@@ -1,0 +1,218 @@
+"""What happens to an accumulator row: epilogue objects of the grouped GEMMs.
+
+An epilogue is a frozen dataclass (its repr is part of the kernel's key). The mainloop hands it one row
+segment at a time:
+
+    store_row(args, values, place)   one thread owns acc[row, col : col + width] in fp32
+
+``place`` is a `Place`. The mainloop has checked that ``row`` is a real row; columns at and past
+``place.n`` exist in ``values`` but not in the output. Threads diverge here: no warp collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32
+
+from cute_kernels.activations import Activation
+from cute_kernels.compile import Ptr
+from cute_kernels.device import ptx
+from cute_kernels.device.math import DEVICE_MATH
+
+BLOCK = 16
+_BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
+
+
+class Place(NamedTuple):
+    """Where a row segment belongs: local expert, routed row, the row counted with every expert padded to
+    128 rows (scales), first column, and the number of columns of the output."""
+
+    expert: Any
+    row: Any
+    sf_row: Any
+    col: Any
+    n: Any
+
+
+def row_alpha(place: Place, alpha, row_scale, row_index, projection: int = 0, parts: int = 1):
+    """alpha[expert, projection], times row_scale[row_index[row]] where these are given; fp32 product."""
+    value = ptx.load_f32(alpha.toint() + (Int64(place.expert) * parts + projection) * 4)
+    if row_scale is None:
+        return value
+    index = place.row
+    if row_index is not None:
+        index = ptx.load_i32(row_index.toint() + Int64(place.row) * 4)
+    return ptx.mul(ptx.load_f32(row_scale.toint() + Int64(index) * 4), value)
+
+
+class StoreArgs(NamedTuple):
+    out: Any
+    alpha: Any
+    row_scale: Any
+    bias: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreRows:
+    """out[row, col] = dtype(acc * (row_scale[row] * alpha[expert]) + bias[expert, col]), each step rounded.
+
+    dtype       'BFloat16', 'Float16' or 'Float32'; out (R, N), row pitch N, N a multiple of 16
+    row_scaled  row_scale fp32 (R,) is an argument; alpha fp32 (E,) always is
+    biased      bias fp32 (E, N) is an argument
+    """
+
+    dtype: str = "BFloat16"
+    row_scaled: bool = False
+    biased: bool = False
+    width = 32
+
+    @property
+    def name(self) -> str:
+        scaled = "_rowscale" if self.row_scaled else ""
+        return f"store_{self.dtype.lower()}{scaled}{'_bias' if self.biased else ''}"
+
+    @property
+    def arguments(self) -> StoreArgs:
+        f32 = Ptr("Float32", 4)
+        return StoreArgs(
+            Ptr(self.dtype), f32, f32 if self.row_scaled else None, f32 if self.biased else None
+        )
+
+    @cute.jit
+    def store_row(self, args, values, place):
+        alpha = row_alpha(place, args.alpha, args.row_scale, None)
+        size = _BYTES[self.dtype]
+        per_store = 16 // size
+        base = args.out.toint() + (Int64(place.row) * place.n + place.col) * size
+        for i in cutlass.range_constexpr(self.width // per_store):
+            if place.col + i * per_store < place.n:
+                part = [ptx.mul(values[i * per_store + j], alpha) for j in range(per_store)]
+                if cutlass.const_expr(self.biased):
+                    at = Int64(place.expert) * place.n + place.col + i * per_store
+                    bias = args.bias.toint() + at * 4
+                    part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
+                ptx.store_u32x4(base + 16 * i, self.pack(part))
+
+    def pack(self, part):
+        """Four words of one 16-byte store."""
+        if self.dtype == "Float32":
+            return [v.bitcast(Uint32) for v in part]
+        pack = ptx.pack_bf16x2 if self.dtype == "BFloat16" else ptx.pack_f16x2
+        return [pack(part[2 * j], part[2 * j + 1]) for j in range(4)]
+
+
+class ActivationArgs(NamedTuple):
+    data: Any
+    scale: Any
+    alpha: Any
+    row_scale: Any
+    row_index: Any
+    out_scale: Any
+    bias: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationQuantize:
+    """h = act(gate, up) of interleaved accumulator columns, quantised to NVFP4 in the same thread.
+
+    activation  an `Activation`; gated: columns are g0, u0, g1, u1, ..., N = 2 I; else N = I
+    indexed     row_scale is per token and row_index int32 (R,) names the token of a row; else per row
+    biased      bias fp32 (E, N), interleaved like the columns, is added right after alpha
+
+    data uint8 (R, I/2); scale UE4M3 SWIZZLE_32_4_4_GROUPED of I/16 groups padded to 4; alpha fp32 (E, P) for
+    P projections; row_scale fp32; out_scale fp32 (E,): the outer scale of h. numerics sections 2 and 3.
+    Scale bytes that pad K are written (0); those of padding rows are not touched.
+    """
+
+    activation: Activation
+    indexed: bool = True
+    biased: bool = False
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.activation.gated else 1
+
+    @property
+    def width(self) -> int:
+        return 32 * self.parts  # 32 values of h: 16 bytes of codes, two scales
+
+    @property
+    def name(self) -> str:
+        act = type(self.activation).__name__.lower()
+        return f"{act}_nvfp4{'_indexed' if self.indexed else ''}{'_bias' if self.biased else ''}"
+
+    @property
+    def arguments(self) -> ActivationArgs:
+        f32 = Ptr("Float32", 4)
+        index = Ptr("Int32", 4) if self.indexed else None
+        return ActivationArgs(
+            Ptr("Uint8"), Ptr("Uint8"), f32, f32, index, f32, f32 if self.biased else None
+        )
+
+    @cute.jit
+    def store_row(self, args, values, place):
+        parts = self.parts
+        alphas = [
+            row_alpha(place, args.alpha, args.row_scale, args.row_index, p, parts)
+            for p in range(parts)
+        ]
+        g = ptx.load_f32(args.out_scale.toint() + Int64(place.expert) * 4)
+        c = Float32(1.0) / ptx.mul(g, Float32(6.0))
+        inter = place.n // parts
+        first = place.col // parts  # of h
+        for b in cutlass.range_constexpr(2):
+            col = first + b * BLOCK
+            if col < inter:
+                h = [
+                    self.value(args, values, alphas, place, b * BLOCK + j) for j in range(BLOCK)
+                ]
+                byte, codes = encode_block(h, g, c)
+                ptx.store_u32x2(args.data.toint() + (Int64(place.row) * inter + col) // 2, codes)
+                self.store_scale(args.scale, place.sf_row, col // BLOCK, inter // BLOCK, byte)
+
+    def value(self, args, values, alphas, place, j):
+        """h of one column, fp32."""
+        pre = []
+        for p, alpha in enumerate(alphas):
+            i = j * self.parts + p
+            v = ptx.mul(values[i], alpha)
+            if self.biased:
+                at = Int64(place.expert) * place.n + place.col + i
+                v = ptx.add(v, ptx.load_f32(args.bias.toint() + at * 4))
+            pre.append(v)
+        return self.activation(DEVICE_MATH, *pre)
+
+    @cute.jit
+    def store_scale(self, base, sf_row, group, groups, byte):
+        padded = (groups + 3) // 4 * 4
+        at = scale_offset(sf_row, group, padded)
+        ptx.store_u8(base.toint() + at, byte)
+        if group == groups - 1:
+            for i in cutlass.range_constexpr(1, 4):  # bytes that pad K must be 0
+                if group + i < padded:
+                    ptx.store_u8(base.toint() + scale_offset(sf_row, group + i, padded), Uint32(0))
+
+
+def scale_offset(row, group, padded_groups):
+    """Byte of (row, group) in SWIZZLE_32_4_4, Int64."""
+    tile = Int64(row // 128) * (128 * padded_groups) + (group // 4) * 512
+    inside = (row % 32) * 16 + ((row % 128) // 32) * 4 + group % 4
+    return tile + Int64(inside)
+
+
+def encode_block(h, g, c):
+    """16 fp32 values -> (scale byte, two words of codes) for the outer scale g, c = 1 / (6 g)."""
+    amax = ptx.abs_f32(h[0])
+    for v in h[1:]:
+        amax = cute.arch.fmax(amax, ptx.abs_f32(v), nan=True)
+    raw = cute.arch.fmax(ptx.mul(amax, c), Float32(2.0**-9), nan=True)
+    byte = ptx.encode_e4m3(cute.arch.fmin(raw, Float32(448.0), nan=True))
+    step = ptx.mul(ptx.decode_ue4m3(byte), g)
+    # a NaN scale byte decodes as finite here; every code of its block is that of NaN
+    r = cutlass.select_(byte == 0x7F, Float32(float("nan")), Float32(1.0) / step)
+    scaled = [ptx.mul(v, r) for v in h]
+    return byte, [ptx.encode_e2m1x8(scaled[:8]), ptx.encode_e2m1x8(scaled[8:])]

@@ -1,0 +1,244 @@
+"""Counting sort of (token, slot) pairs by expert: stable, on the device, in one launch.
+
+A cluster of CTAs takes the pairs in order, every warp a contiguous run of them:
+
+    1. each warp counts its pairs per expert and notes each pair's rank within the warp
+    2. a CTA sums over its warps, the cluster over its CTAs, and a scan over experts gives first rows
+    3. row of a pair = first row of its expert + pairs of that expert in earlier CTAs and warps + rank
+
+Nothing is atomic: the order of rows is the order of pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from cute_kernels.compile import Ptr
+from cute_kernels.device import ptx
+from cute_kernels.device.scheduler import inclusive_sum
+
+WARP = 32
+FULL_MASK = 0xFFFFFFFF
+SHARED_BYTES = 200 * 1024  # for the counters; the rest of a CTA's 227 KB is small
+
+
+@dataclasses.dataclass(frozen=True)
+class SortRoutes:
+    """num_experts  local experts E
+    top_k        slots per token
+    ids          'Int32' or 'Int64'
+    ctas         CTAs of the one cluster: 1 for few pairs, 8 for many
+
+    topk_ids (T, K) global ids; weights fp32 (T, K); pairs = T * K; first_expert: global id of local expert 0;
+    global_experts: ids at and past it are ignored, like negative ones and those of other ranks.
+    expert_offsets int32 (E+1,); row_token int32, row_weight fp32 (rows,) with rows >= pairs: -1 and 0 past
+    the last routed row; token_rows int32 (T, K): -1 where a slot has no row here.
+    """
+
+    num_experts: int
+    top_k: int
+    ids: str = "Int32"
+    ctas: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"sort_routes_e{self.num_experts}_k{self.top_k}_{self.ids.lower()}_c{self.ctas}"
+
+    @property
+    def warps(self) -> int:
+        return max(1, min(32, SHARED_BYTES // (4 * self.num_experts)))
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def arguments(self) -> tuple:
+        i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
+        ids = Ptr(self.ids, 4 if self.ids == "Int32" else 8)
+        return (ids, f32, i32, i32, f32, i32, "i32", "i32", "i32", "i32")
+
+    @cute.jit
+    def __call__(
+        self,
+        topk_ids,
+        weights,
+        expert_offsets,
+        row_token,
+        row_weight,
+        token_rows,
+        pairs,
+        rows,
+        first_expert,
+        global_experts,
+        stream,
+    ):
+        self.kernel.set_name_prefix(
+            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+        inputs = (topk_ids, weights, first_expert, global_experts)
+        outputs = (expert_offsets, row_token, row_weight, token_rows)
+        self.kernel(inputs, outputs, pairs, rows).launch(
+            grid=(self.ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.ctas, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, outputs, pairs, rows):
+        topk_ids, weights, first_expert, global_experts = inputs
+        expert_offsets, row_token, row_weight, token_rows = outputs
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        experts = self.num_experts
+        sCount, sTotal, sFirst, sScan = self.allocate()
+        for i in cutlass.range(tid, self.warps * experts, self.threads):
+            sCount[i] = Int32(0)
+        ptx.wait_for_previous_kernel()
+        cute.arch.sync_threads()
+
+        per_warp = (pairs + (self.ctas * self.threads - 1)) // (self.ctas * self.threads) * WARP
+        begin = (cta * self.warps + tid // WARP) * per_warp
+        stop = cutlass.min(begin + per_warp, pairs)
+        self.rank_pairs(inputs, token_rows, sCount, begin, stop, tid)
+        cute.arch.sync_threads()
+
+        self.scan_warps(sCount, sTotal, tid)
+        self.cluster_barrier()
+        total = self.scan_experts(sTotal, sFirst, sScan, expert_offsets, cta, tid)
+        cute.arch.sync_threads()
+
+        lane = tid % WARP
+        for i in cutlass.range(begin + lane, stop, WARP):
+            expert = self.local_expert(topk_ids, i, first_expert, global_experts)
+            if expert >= 0:
+                address = token_rows.toint() + Int64(i) * 4
+                row = ptx.load_i32(address) + sFirst[expert] + sCount[tid // WARP * experts + expert]
+                ptx.store_u32(address, row)
+                ptx.store_u32(row_token.toint() + Int64(row) * 4, i // self.top_k)
+                weight = ptx.load_f32(weights.toint() + Int64(i) * 4)
+                ptx.store_f32(row_weight.toint() + Int64(row) * 4, weight)
+        for i in cutlass.range(total + cta * self.threads + tid, rows, self.ctas * self.threads):
+            ptx.store_u32(row_token.toint() + Int64(i) * 4, Int32(-1))
+            ptx.store_f32(row_weight.toint() + Int64(i) * 4, cutlass.Float32(0.0))
+        self.cluster_barrier()  # nobody leaves while others may read its shared memory
+        ptx.allow_next_kernel()
+
+    def allocate(self):
+        """Counters (warp, expert), totals of this CTA, first rows for this CTA, partial sums of the scan."""
+        sizes = (self.warps * self.num_experts, self.num_experts, self.num_experts, self.warps)
+        return [
+            cute.make_tensor(cute.arch.alloc_smem(Int32, n, alignment=16), cute.make_layout(n))
+            for n in sizes
+        ]
+
+    def cluster_barrier(self):
+        if self.ctas == 1:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def local_expert(self, topk_ids, i, first_expert, global_experts):
+        """Local id of pair ``i``, or -1. A 64-bit id is compared as one: no wrap-around makes it valid."""
+        if cutlass.const_expr(self.ids == "Int64"):
+            low, high = ptx.load_u32x2(topk_ids.toint() + Int64(i) * 8)
+            expert = Int32(low)
+            known = high == 0
+        else:
+            expert = ptx.load_i32(topk_ids.toint() + Int64(i) * 4)
+            known = Boolean(True)
+        local = expert - first_expert
+        here = known and expert >= 0 and expert < global_experts
+        here = here and local >= 0 and local < self.num_experts
+        return cutlass.select_(here, local, Int32(-1))
+
+    @cute.jit
+    def rank_pairs(self, inputs, token_rows, sCount, begin, stop, tid):
+        """Count this warp's pairs per expert; token_rows gets the rank of each, -1 where there is no row."""
+        topk_ids, _, first_expert, global_experts = inputs
+        lane, warp = tid % WARP, tid // WARP
+        base = begin
+        while base < stop:
+            i = base + lane
+            expert = Int32(-1)
+            if i < stop:
+                expert = self.local_expert(topk_ids, i, first_expert, global_experts)
+            same = cute.arch.match_sync(FULL_MASK, expert)
+            earlier = Int32(cute.arch.popc(same & ((Uint32(1) << lane) - 1)))
+            rank = Int32(-1)
+            slot = warp * self.num_experts + cutlass.max(expert, 0)
+            if expert >= 0:
+                rank = sCount[slot] + earlier
+            cute.arch.sync_warp()
+            if expert >= 0 and earlier == 0:  # the first lane of each expert counts for all
+                sCount[slot] = rank + Int32(cute.arch.popc(same))
+            cute.arch.sync_warp()
+            if i < stop:
+                ptx.store_u32(token_rows.toint() + Int64(i) * 4, rank)
+            base += WARP
+
+    @cute.jit
+    def scan_warps(self, sCount, sTotal, tid):
+        """sCount becomes the pairs of earlier warps of this CTA, sTotal the CTA's counts."""
+        for expert in cutlass.range(tid, self.num_experts, self.threads):
+            running = Int32(0)
+            for w in cutlass.range(self.warps, unroll=4):
+                count = sCount[w * self.num_experts + expert]
+                sCount[w * self.num_experts + expert] = running
+                running += count
+            sTotal[expert] = running
+
+    @cute.jit
+    def scan_experts(self, sTotal, sFirst, sScan, expert_offsets, cta, tid):
+        """sFirst[e] = first row of expert e + its pairs in earlier CTAs. Returns the number of routed rows."""
+        lane, warp = tid % WARP, tid // WARP
+        done = Int32(0)  # rows of the experts of earlier steps
+        for step in cutlass.range_constexpr(-(-self.num_experts // self.threads)):
+            expert = step * self.threads + tid
+            earlier, count = self.cluster_counts(sTotal, expert, cta)
+            upto = inclusive_sum(count, lane)
+            if lane == WARP - 1:
+                sScan[warp] = upto
+            cute.arch.sync_threads()
+            before = done
+            for w in cutlass.range(self.warps, unroll=4):
+                part = sScan[w]
+                done += part
+                if w < warp:
+                    before += part
+            cute.arch.sync_threads()
+            if expert < self.num_experts:
+                first = before + upto - count
+                sFirst[expert] = first + earlier
+                if cta == 0:
+                    ptx.store_u32(expert_offsets.toint() + Int64(expert) * 4, first)
+        if cta == 0 and tid == 0:
+            ptx.store_u32(expert_offsets.toint() + 4 * self.num_experts, done)
+        return done
+
+    @cute.jit
+    def cluster_counts(self, sTotal, expert, cta):
+        """(pairs of ``expert`` in earlier CTAs, in all CTAs); 0 past the last expert."""
+        earlier, count = Int32(0), Int32(0)
+        if expert < self.num_experts:
+            if cutlass.const_expr(self.ctas == 1):
+                count = sTotal[expert]
+            else:
+                counts = [
+                    ptx.load_shared_cluster_i32(sTotal.iterator + expert, c)
+                    for c in range(self.ctas)
+                ]
+                for c in cutlass.range_constexpr(self.ctas):
+                    count += counts[c]
+                    if c < cta:
+                        earlier += counts[c]
+        return earlier, count
+
