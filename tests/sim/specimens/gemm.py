@@ -172,9 +172,7 @@ class Nvfp4Gemm:
         int16 = cutlass.Int16
         tma_a = make_a(load_a, mA, stage[0], tiler, tiled_mma, vmnk.shape)
         tma_b = make_b(load_b, mB, stage[1], tiler, tiled_mma, vmnk.shape)
-        tma_sfa = make_a(
-            load_a, mSFA, stage[2], tiler, tiled_mma, vmnk.shape, internal_type=int16
-        )
+        tma_sfa = make_a(load_a, mSFA, stage[2], tiler, tiled_mma, vmnk.shape, internal_type=int16)
         tma_sfb = make_b(
             load_sfb, mSFB, stage[3], sfb_tiler, sfb_mma, sfb_vmnk.shape, internal_type=int16
         )
@@ -303,9 +301,7 @@ class Nvfp4Gemm:
         tAsA, tAgA = self._partition(atoms[0], 0, one, operands[0], gA)
         tBsB, tBgB = self._partition(atoms[1], coord[1], peers, operands[1], gB)
         tAsSFA, tAgSFA = self._partition(atoms[2], 0, one, operands[2], gSFA)
-        tBsSFB, tBgSFB = self._partition(
-            atoms[3], sfb_coord[1], sfb_peers, operands[3], gSFB
-        )
+        tBsSFB, tBgSFB = self._partition(atoms[3], sfb_coord[1], sfb_peers, operands[3], gSFB)
         tAsSFA, tAgSFA = cute.filter_zeros(tAsSFA), cute.filter_zeros(tAgSFA)
         tBsSFB, tBgSFB = cute.filter_zeros(tBsSFB), cute.filter_zeros(tBgSFB)
 
@@ -436,9 +432,7 @@ class Nvfp4Gemm:
         tCtAcc = self._tmem_tensors(tiled_mma, tmem)[0]
         # (128, 32, 1, N / 32)
         steps = cute.flat_divide(tCtAcc[((None, None), 0, 0)], (128, columns))
-        load = cute.make_copy_atom(
-            tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), cutlass.Float32
-        )
+        load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), cutlass.Float32)
         tmem_copy = tcgen05.make_tmem_copy(load, steps[(None, None, 0, 0)])
         tTR = tmem_copy.get_slice(tid).partition_S(steps)  # (T2R, 1, 1, 1, N / 32)
         # a warp reads 32 rows at once, a thread one of them
@@ -471,9 +465,7 @@ class Nvfp4Gemm:
                 if cutlass.const_expr(self.has("store_barrier")):
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
                 if warp == 0:
-                    cute.copy(
-                        atom, tDsD[(None, buffer)], tDgD[(None, n_tile * num_steps + i)]
-                    )
+                    cute.copy(atom, tDsD[(None, buffer)], tDgD[(None, n_tile * num_steps + i)])
                     cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(self.has("final_store_wait")):
             if warp == 0:
