@@ -17,6 +17,7 @@ from .asyncops import AsyncOp
 from .checks import (
     ByteSet,
     ScaleFactorError,
+    UninitialisedRead,
     UnsupportedInstruction,
     check_async_access,
     check_initialised,
@@ -295,20 +296,23 @@ def scale_factors(sim: Any, tmem: Tmem, op: Mma, column: int, rows: int, sid: in
     """float64 (rows, k): the factor of every element; row r sits in column r / 32, lane r % 32, of all four partitions."""
     columns = -(-rows // 32)
     area = Region(0, 128, column, columns)
-    what = "tcgen05.mma (scale factors)"
-    if sim.checks.uninitialised:
-        tmem.check_written(Region(0, 32, column, columns), what, sim.checks)
     cells = tmem.data[area.index]
+    used = (np.arange(32)[:, None] + 32 * np.arange(columns)) < rows  # (lane, column)
+    written = tmem.written[area.index].reshape(4, 32, columns)
+    if sim.checks.uninitialised and not written[0][used].all():
+        lane, col = np.argwhere(~written[0] & used)[0]
+        raise UninitialisedRead(
+            f"tcgen05.mma (scale factors) reads TMEM lane {lane}, column {column + col}, "
+            "which was never written"
+        )
     if sim.checks.scale_duplication:
         copies = cells.reshape(4, 32, columns)
-        if not tmem.written[area.index].all() or not (copies == copies[:1]).all():
-            lane, col = np.argwhere(
-                ((copies != copies[:1]).any(0))
-                | ~tmem.written[area.index].reshape(4, 32, columns).all(0)
-            )[0]
+        bad = ((copies != copies[:1]) | ~written).any(0) & used
+        if bad.any():
+            lane, col = np.argwhere(bad)[0]
             raise ScaleFactorError(
-                f"scale factors at TMEM column {column + col}, lane {lane} are not the same in all four 32-lane partitions "
-                "(tcgen05.cp without .warpx4, or a store to one partition only)"
+                f"scale factors at TMEM column {column + col}, lane {lane} are not the same in all "
+                "four 32-lane partitions (tcgen05.cp without .warpx4, or a store to one partition)"
             )
     raw = np.ascontiguousarray(cells[:32].T).view(np.uint8).reshape(columns * 32, 4)[:rows]
     count = op.idesc.k // op.block

@@ -84,6 +84,7 @@ class WarpAgent:
         -1
     )  # phase of the cluster barrier this warp has arrived at and not waited for
     cluster_lanes: int = 0
+    lanes: int = 32  # threads of the warp
 
 
 def first_use(instrs: list[Any], load: Any) -> int:

@@ -370,7 +370,10 @@ class ClusterBarrier:
         return f"cluster barrier: phase {self.phase}, {self.arrived} of {self.expected} threads"
 
     def expect(self, cluster: Any) -> None:
-        self.expected = sum(int(w.live.sum()) for cta in cluster.ctas for w in cta.warps)
+        for cta in cluster.ctas:
+            for warp in cta.warps:
+                warp.agent.lanes = int(warp.live.sum())
+                self.expected += warp.agent.lanes
 
     def arrive(self, lanes: int) -> None:
         self.arrived += lanes
@@ -380,8 +383,7 @@ class ClusterBarrier:
         """Exited threads count as arrived in every later phase."""
         if warp.agent.cluster_phase == self.phase:
             self.arrived -= warp.agent.cluster_lanes
-        lanes = min(32, warp.cta.num_threads - 32 * warp.warp_id)
-        self.expected -= lanes
+        self.expected -= warp.agent.lanes
         self._advance()
 
     def _advance(self) -> None:

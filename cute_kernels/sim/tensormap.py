@@ -216,7 +216,7 @@ def tensormap_replace(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None
     """tensormap.replace.tile.<field>.<space>.b1024.<type> [addr], {ordinal,} value."""
     lane = lead(mask)
     raw, where = _locate(sim, warp, instr, lane)
-    fieldname = instr.mods[1]
+    fieldname = instr.mods[2]
     values = [value(warp, o, lane) for o in instr.operands[1:]]
     number = int.from_bytes(raw.tobytes(), "little")
     number = _replaced(number, fieldname, values)
