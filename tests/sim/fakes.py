@@ -56,7 +56,9 @@ class Global:
 class Warp:
     """`text` is PTX of host instructions only; `regs` maps names to values (a scalar or 32 of them)."""
 
-    def __init__(self, cta: Any, warp_id: int, text: str, regs: dict[str, Any], mask: Any = None) -> None:
+    def __init__(
+        self, cta: Any, warp_id: int, text: str, regs: dict[str, Any], mask: Any = None
+    ) -> None:
         self.cta, self.warp_id, self.name = cta, warp_id, ""
         self.executed = 0
         self.lanes = np.ones(32, bool) if mask is None else np.asarray(mask, bool)
@@ -69,6 +71,7 @@ class Warp:
         self.instrs = function.instrs
         self.ids = {r.name: r.id for r in function.regs}
         self.log: list[str] = []
+        self.loops = False
 
     @staticmethod
     def _wide(value: Any) -> np.ndarray:
@@ -104,7 +107,10 @@ class Warp:
 
     def retire(self) -> None:
         self.executed += 1
-        self.log.append(self.host_instr.text)
+        instr = self.host_instr
+        if self.loops and "try_wait" in instr.mods and not self.values[instr.operands[0].name][0]:
+            return  # the loop around a try_wait: execute it again
+        self.log.append(instr.text)
         self.pc += 1
 
     def park(self, lanes: np.ndarray) -> None:
@@ -133,7 +139,11 @@ def _parse(text: str) -> Any:
     decls = "\n".join(f".reg .{'pred' if n.startswith('%p') else 'b64'} {n};" for n in names)
     body = "\n".join(line.strip() + ";" for line in text.split(";") if line.strip())
     module = ptx.parse(
-        ".version 9.0\n.target sm_100a\n.address_size 64\n.visible .entry k()\n{\n" + decls + "\n" + body + "\n}\n"
+        ".version 9.0\n.target sm_100a\n.address_size 64\n.visible .entry k()\n{\n"
+        + decls
+        + "\n"
+        + body
+        + "\n}\n"
     )
     return module.functions["k"]
 
@@ -161,7 +171,9 @@ class Cluster:
 class Machine:
     """One launch of one cluster. `add(rank, text, **regs)` appends a warp; `run()` executes all of them."""
 
-    def __init__(self, ctas: int = 1, schedule: str = "lazy", seed: int = 0, checks: Checks | None = None) -> None:
+    def __init__(
+        self, ctas: int = 1, schedule: str = "lazy", seed: int = 0, checks: Checks | None = None
+    ) -> None:
         self.sim = self
         self.policy = Policy(schedule, seed)
         self.async_ops = AsyncOps()
@@ -215,7 +227,9 @@ class Machine:
 
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         self.fill(rank, offset, raw)
-        self.shared(rank).writer[offset : offset + len(raw)] = pack_writer(0, self.epoch, thread + 1)
+        self.shared(rank).writer[offset : offset + len(raw)] = pack_writer(
+            0, self.epoch, thread + 1
+        )
 
 
 LANE0 = np.arange(32) == 0

@@ -29,7 +29,11 @@ def test_bulk_load(schedule, seed):
     m = Machine(schedule=schedule, seed=seed)
     data = some_bytes(4096)
     src = m.global_memory.place(data)
-    text = ARM + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], [%s+64], 1024, [%b];" + WAIT
+    text = (
+        ARM
+        + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], [%s+64], 1024, [%b];"
+        + WAIT
+    )
     m.add(0, text, LANE0, b=BAR, bytes=1024, s=src)
     m.run()
     assert (m.shared().data[4096:5120] == data[64:1088]).all()
@@ -41,9 +45,7 @@ def test_bulk_load_multicast():
     m = Machine(ctas=2)
     data = some_bytes(256)
     src = m.global_memory.place(data)
-    copy = (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%d], [%s], 256, [%b], 3;"
-    )
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%d], [%s], 256, [%b], 3;"
     for rank in range(2):
         text = ARM + SYNC + (copy if rank == 0 else "") + WAIT + SYNC
         m.add(rank, text, LANE0, b=rank << 24 | BAR, d=4096, bytes=256, s=src)
@@ -63,7 +65,15 @@ def test_bulk_store_and_shared_to_shared():
         LANE0, r=1 << 24 | 8192, rb=1 << 24 | BAR,
     )  # fmt: skip
     store = "cp.async.bulk.global.shared::cta.bulk_group [%d], [%mine], 512;"
-    m.add(1, ARM + SYNC + WAIT + store + DONE + SYNC, LANE0, b=1 << 24 | BAR, bytes=512, d=dst, mine=1 << 24 | 8192)
+    m.add(
+        1,
+        ARM + SYNC + WAIT + store + DONE + SYNC,
+        LANE0,
+        b=1 << 24 | BAR,
+        bytes=512,
+        d=dst,
+        mine=1 << 24 | 8192,
+    )
     m.run()
     assert (out == data).all()
 
@@ -81,14 +91,26 @@ def test_bulk_reduce(suffix, dtype, op):
     m = Machine()
     rng = np.random.default_rng(0)
     kind = np.dtype(dtype)
-    draw = (lambda: rng.standard_normal(64)) if suffix[-3:] in ("f32", "f16", "f64") else (lambda: rng.integers(0, 999, 64))
+    draw = (
+        (lambda: rng.standard_normal(64))
+        if suffix[-3:] in ("f32", "f16", "f64")
+        else (lambda: rng.integers(0, 999, 64))
+    )
     a, b = draw().astype(kind), draw().astype(kind)
     out = a.copy()
     dst = m.global_memory.place(out)
     m.fill(0, 4096, b)
-    m.add(0, f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{suffix} [%d], [4096], %n;" + DONE, LANE0, d=dst, n=out.nbytes)
+    m.add(
+        0,
+        f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{suffix} [%d], [4096], %n;" + DONE,
+        LANE0,
+        d=dst,
+        n=out.nbytes,
+    )
     m.run()
-    assert (out == op(a, b).astype(kind)).all() or np.allclose(out.astype(float), op(a, b).astype(float), rtol=0)
+    assert (out == op(a, b).astype(kind)).all() or np.allclose(
+        out.astype(float), op(a, b).astype(float), rtol=0
+    )
 
 
 def test_bulk_reduce_rows_differ_per_lane():
@@ -134,8 +156,14 @@ def test_wait_group_counts_groups():
     m.fill(0, 4096, some_bytes(64))
     out = np.zeros(64, np.uint8)
     dst = m.global_memory.place(out)
-    one = "cp.async.bulk.global.shared::cta.bulk_group [%d], [4096], 16; cp.async.bulk.commit_group;"
-    text = one * 3 + "cp.async.bulk.wait_group.read 1; bar.sync 1, 64;" + "cp.async.bulk.wait_group.read 0;"
+    one = (
+        "cp.async.bulk.global.shared::cta.bulk_group [%d], [4096], 16; cp.async.bulk.commit_group;"
+    )
+    text = (
+        one * 3
+        + "cp.async.bulk.wait_group.read 1; bar.sync 1, 64;"
+        + "cp.async.bulk.wait_group.read 0;"
+    )
     m.add(0, text, LANE0, d=dst)
     left: list[int] = []
     original = m.find_handler
@@ -157,7 +185,10 @@ def test_illegal_bulk():
         ("cp.async.bulk.global.shared::cta.bulk_group [%d+8], [4096], 16;", IllegalInstruction),
         ("cp.async.bulk.global.shared::cta.bulk_group [%d], [4100], 16;", Misaligned),
         ("cp.async.bulk.global.shared::cta.bulk_group [%d+64], [4096], 16;", OutOfBounds),
-        ("cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%d], [4096], 16, 3;", UnsupportedInstruction),
+        (
+            "cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%d], [4096], 16, 3;",
+            UnsupportedInstruction,
+        ),
     ):
         m = Machine()
         m.fill(0, 4096, some_bytes(64))
@@ -169,7 +200,10 @@ def test_illegal_bulk():
 def test_prefetches():
     m = Machine()
     m.add(
-        0, "cp.async.bulk.prefetch.L2.global [%d], 64; cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%d, {0, 0}];", LANE0, d=0
+        0,
+        "cp.async.bulk.prefetch.L2.global [%d], 64; cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%d, {0, 0}];",
+        LANE0,
+        d=0,
     )
     m.run()
 
@@ -204,7 +238,10 @@ def test_cp_async_zero_fill_and_ignore_src():
         "cp.async.wait_all;", d=4096 + 16 * LANES, s=src + 16 * LANES, n=take, pi=LANES % 3 == 0,
     )  # fmt: skip
     w = m.cluster.ctas[0].warps[0]
-    w.instrs[1].operands = (*w.instrs[1].operands[:3], type(w.instrs[1].operands[3])(w.ids["%pi"], "pred", "%pi"))
+    w.instrs[1].operands = (
+        *w.instrs[1].operands[:3],
+        type(w.instrs[1].operands[3])(w.ids["%pi"], "pred", "%pi"),
+    )
     m.run()
     rows = data[:512].reshape(32, 16)
     want = np.where(np.arange(16)[None] < take[:, None], rows, 0)
@@ -216,7 +253,12 @@ def test_cp_async_zero_fill_and_ignore_src():
 def test_cp_async_zero_bytes_never_reads_memory():
     """src-size 0 is how kernels mask a lane: its address may be anything."""
     m = Machine()
-    m.add(0, "cp.async.cg.shared.global [%d], [%s], 16, 0; cp.async.wait_all;", d=4096 + 16 * LANES, s=0)
+    m.add(
+        0,
+        "cp.async.cg.shared.global [%d], [%s], 16, 0; cp.async.wait_all;",
+        d=4096 + 16 * LANES,
+        s=0,
+    )
     m.run()
     assert not m.shared().data[4096:4608].any()
 

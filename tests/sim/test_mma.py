@@ -47,7 +47,9 @@ def k_major_image(rows: np.ndarray, layout: int, base: int, lbo: int, sbo: int) 
     return out
 
 
-def mn_major_image(columns: np.ndarray, layout: int, base: int, lbo: int, sbo: int) -> dict[int, int]:
+def mn_major_image(
+    columns: np.ndarray, layout: int, base: int, lbo: int, sbo: int
+) -> dict[int, int]:
     """columns uint8 (K, bytes along MN)."""
     out, span = {}, SPAN[layout]
     group = 4 if layout == 1 else 8
@@ -71,7 +73,9 @@ def put(m: Machine, rank: int, image: dict[int, int]) -> None:
 def encode(values: np.ndarray, fmt: str) -> np.ndarray:
     """float (R, K) -> uint8 (R, bytes)."""
     if fmt in ("e2m1", "e2m1_p64"):
-        code = (np.searchsorted(E2M1_VALUES, np.abs(values)) | (np.signbit(values).astype(int) << 3)).astype(np.uint8)
+        code = (
+            np.searchsorted(E2M1_VALUES, np.abs(values)) | (np.signbit(values).astype(int) << 3)
+        ).astype(np.uint8)
         packed = code[:, 0::2] | code[:, 1::2] << 4
         if fmt == "e2m1":
             return packed
@@ -89,7 +93,12 @@ def draw(rng, shape, fmt):
     return rng.integers(-8, 9, shape).astype(float)
 
 
-CODES = {"f16": {"f16": 0, "bf16": 1}, "tf32": {"tf32": 2}, "mxf4nvf4": {"e2m1": 1}, "mxf4": {"e2m1": 1}}
+CODES = {
+    "f16": {"f16": 0, "bf16": 1},
+    "tf32": {"tf32": 2},
+    "mxf4nvf4": {"e2m1": 1},
+    "mxf4": {"e2m1": 1},
+}
 CODES["f8f6f4"] = CODES["mxf8f6f4"] = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1_p64": 5}
 K_OF = {"f16": 16, "tf32": 8, "f8f6f4": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
 
@@ -123,10 +132,17 @@ class Case:
 
     def idesc(self) -> int:
         code = CODES[self.kind][self.fmt]
-        bits = code << 7 | code << 10 | self.negate[0] << 13 | self.negate[1] << 14 | self.n >> 3 << 17
+        bits = (
+            code << 7 | code << 10 | self.negate[0] << 13 | self.negate[1] << 14 | self.n >> 3 << 17
+        )
         bits |= (1 << 15 | 1 << 16) if self.mn_major else 0
         if self.scaled:
-            bits |= self.ids[1] << 4 | self.ids[0] << 29 | self.m >> 7 << 27 | (self.scale == "ue8m0") << 23
+            bits |= (
+                self.ids[1] << 4
+                | self.ids[0] << 29
+                | self.m >> 7 << 27
+                | (self.scale == "ue8m0") << 23
+            )
         else:
             bits |= 1 << 4 | self.m >> 4 << 24
         return bits
@@ -153,7 +169,10 @@ class Bench:
     """Operands of one case placed in a machine; `run` returns D of each CTA as (rows, n) and the exact result."""
 
     def __init__(self, case: Case, checks: Checks | None = None) -> None:
-        self.case, self.m = case, Machine(case.group, case.schedule, case.seed, checks or Checks(tmem_leak=False))
+        self.case, self.m = (
+            case,
+            Machine(case.group, case.schedule, case.seed, checks or Checks(tmem_leak=False)),
+        )
         rng = np.random.default_rng(case.seed)
         c = case
         self.a, self.b = draw(rng, (c.m, c.k), c.fmt), draw(rng, (c.n, c.k), c.fmt)
@@ -253,7 +272,9 @@ class Bench:
             self.m.add(rank, "barrier.cluster.arrive; barrier.cluster.wait;")
         if self.case.group == 2:
             w = self.m.cluster.ctas[0].warps[0]
-            w.instrs += Machine(2).add(0, "barrier.cluster.arrive; barrier.cluster.wait;", LANE0).instrs
+            w.instrs += (
+                Machine(2).add(0, "barrier.cluster.arrive; barrier.cluster.wait;", LANE0).instrs
+            )
         self.m.run()
         return self.result(), self.exact()
 
@@ -303,7 +324,9 @@ CASES = {
     "mxf8 e5m2 ids": Case(kind="mxf8f6f4", fmt="e5m2", block=32, scale="ue8m0", ids=(3, 1)),
     "mxf8 e2m1 padded": Case(kind="mxf8f6f4", fmt="e2m1_p64", block=32, scale="ue8m0"),
     "mxf8 pair": Case(kind="mxf8f6f4", fmt="e4m3", block=32, scale="ue8m0", m=256, group=2),
-    "mxf8 mn-major": Case(kind="mxf8f6f4", fmt="e4m3", block=32, scale="ue8m0", mn_major=True, n=128),
+    "mxf8 mn-major": Case(
+        kind="mxf8f6f4", fmt="e4m3", block=32, scale="ue8m0", mn_major=True, n=128
+    ),
     "f8": Case(kind="f8f6f4", fmt="e4m3", accumulate=True),
     "f16": Case(kind="f16", fmt="f16", accumulate=True),
     "f16 m64": Case(kind="f16", fmt="f16", m=64, accumulate=True),
@@ -336,7 +359,12 @@ def test_the_comparison_can_fail():
 
 
 @settings(max_examples=12, deadline=None)
-@given(n=st.integers(1, 16), seed=st.integers(0, 99), layout=st.sampled_from([2, 4, 6, 0]), accumulate=st.booleans())
+@given(
+    n=st.integers(1, 16),
+    seed=st.integers(0, 99),
+    layout=st.sampled_from([2, 4, 6, 0]),
+    accumulate=st.booleans(),
+)
 def test_nvfp4_any_n(n, seed, layout, accumulate):
     got, want = Bench(Case(n=16 * n, seed=seed, layout=layout, accumulate=accumulate)).run()
     assert (got == want).all()
@@ -357,16 +385,26 @@ def test_k_steps_advance_inside_the_swizzle_span():
 
 def test_scales_and_subnormals():
     """UE4M3 subnormals, bit 7 ignored, NaN."""
-    assert descriptors.UE4M3[1] == 2.0**-9 and descriptors.UE4M3[0x7E] == 448 and np.isnan(descriptors.UE4M3[0x7F])
+    assert (
+        descriptors.UE4M3[1] == 2.0**-9
+        and descriptors.UE4M3[0x7E] == 448
+        and np.isnan(descriptors.UE4M3[0x7F])
+    )
     assert (descriptors.UE4M3[128:255] == descriptors.UE4M3[:127]).all()
     codes = np.arange(256).astype(np.uint8)
-    for name, dtype in (("E4M3", ml_dtypes.float8_e4m3fn), ("E5M2", ml_dtypes.float8_e5m2), ("UE8M0", ml_dtypes.float8_e8m0fnu)):
+    for name, dtype in (
+        ("E4M3", ml_dtypes.float8_e4m3fn),
+        ("E5M2", ml_dtypes.float8_e5m2),
+        ("UE8M0", ml_dtypes.float8_e8m0fnu),
+    ):
         want = codes.view(dtype).astype(np.float64)
         np.testing.assert_array_equal(getattr(descriptors, name), want)
     for name, dtype, n in (
         ("E2M1", ml_dtypes.float4_e2m1fn, 16), ("E2M3", ml_dtypes.float6_e2m3fn, 64), ("E3M2", ml_dtypes.float6_e3m2fn, 64),
     ):  # fmt: skip
-        np.testing.assert_array_equal(getattr(descriptors, name), codes[:n].view(dtype).astype(np.float64))
+        np.testing.assert_array_equal(
+            getattr(descriptors, name), codes[:n].view(dtype).astype(np.float64)
+        )
 
 
 def test_six_bit_rows():
@@ -381,7 +419,10 @@ def test_six_bit_rows():
 def test_disabled_lanes_and_scaled_accumulator():
     case = Case(kind="f16", fmt="f16", accumulate=True)
     bench = Bench(case)
-    text = "tcgen05.mma.cta_group::1.kind::f16 [%d], %da, %db, %i, {%o, %o, %o, %z}, %pe, 2;" + COMMIT.format(g=1)
+    text = (
+        "tcgen05.mma.cta_group::1.kind::f16 [%d], %da, %db, %i, {%o, %o, %o, %z}, %pe, 2;"
+        + COMMIT.format(g=1)
+    )
     bench.acc *= 4
     got, _ = bench.run(text, o=0x80000001, z=0)
     bench.acc /= 4
@@ -408,7 +449,9 @@ def test_shape_and_descriptor_errors():
     idesc = Case().idesc()
     expect(IllegalInstruction, "M must be", i=Case(m=256).idesc())
     expect(IllegalInstruction, "N must be", i=idesc & ~(63 << 17))
-    expect(IllegalInstruction, "N must be", Case(m=256, n=128, group=2), i=Case(m=256, n=120).idesc())
+    expect(
+        IllegalInstruction, "N must be", Case(m=256, n=128, group=2), i=Case(m=256, n=120).idesc()
+    )
     expect(IllegalInstruction, "element types", i=idesc & ~(7 << 7))
     expect(IllegalInstruction, "K-major", i=idesc | 1 << 15)
     expect(IllegalInstruction, "sparsity", i=idesc | 4)
@@ -419,9 +462,18 @@ def test_shape_and_descriptor_errors():
     expect(IllegalInstruction, "swizzle code", db=smem_desc(B_AT, 3, 0, 0))
     expect(IllegalInstruction, "base offset", db=smem_desc(B_AT, 2, 0, 1024) | 1 << 49)
     mx = Case(kind="mxf4", block=32, scale="ue8m0")
-    expect(IllegalInstruction, "needs .block_scale", mx, text="tcgen05.mma.cta_group::1.kind::mxf4 [%d], %da, %db, %i, %pe;")
+    expect(
+        IllegalInstruction,
+        "needs .block_scale",
+        mx,
+        text="tcgen05.mma.cta_group::1.kind::mxf4 [%d], %da, %db, %i, %pe;",
+    )
     for form in ("sp.cta_group::1.kind::f16", "ws.cta_group::1.kind::f16", "cta_group::1.kind::i8"):
-        expect(UnsupportedInstruction, "not modelled", text=f"tcgen05.mma.{form} [%d], %da, %db, %i, %pe;")
+        expect(
+            UnsupportedInstruction,
+            "not modelled",
+            text=f"tcgen05.mma.{form} [%d], %da, %db, %i, %pe;",
+        )
 
 
 def test_tmem_errors():
@@ -430,7 +482,9 @@ def test_tmem_errors():
 
     def forget(bench):
         original = bench._scale
-        bench._scale = lambda t, column, row, exps: original(t, column, row, exps) if row != 5 else None
+        bench._scale = lambda t, column, row, exps: (
+            original(t, column, row, exps) if row != 5 else None
+        )
 
     expect(UninitialisedRead, "scale factors", prepare=forget)
 
@@ -484,7 +538,12 @@ def test_operands_stay_busy_until_the_commit():
 
 def test_accumulator_must_not_be_read_before_the_commit():
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r}, [%d];"
-    expect(TmemRace, "nothing waited for a commit", Case(schedule="eager"), text=Case().instruction() + load)
+    expect(
+        TmemRace,
+        "nothing waited for a commit",
+        Case(schedule="eager"),
+        text=Case().instruction() + load,
+    )
     bench = Bench(Case())
     bench.run(bench.text() + load + "tcgen05.wait::ld.sync.aligned;")
 
@@ -499,7 +558,9 @@ def test_mma_over_an_unfinished_load():
 def test_commit_of_another_thread_covers_nothing():
     case = Case(schedule="eager")
     bench = Bench(case)
-    bench.m.add(0, case.instruction() + "bar.sync 1, 64; bar.sync 2, 64;", LANE0, **bench.registers())
+    bench.m.add(
+        0, case.instruction() + "bar.sync 1, 64; bar.sync 2, 64;", LANE0, **bench.registers()
+    )
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r}, [%d];"
     bench.m.add(0, "bar.sync 1, 64;" + COMMIT.format(g=1) + load + "bar.sync 2, 64;", d=32 << 16)
     with pytest.raises(TmemRace):
@@ -511,9 +572,18 @@ def test_commit_multicast(schedule):
     case = Case(m=256, n=32, group=2, schedule=schedule)
     bench = Bench(case)
     sync = "barrier.cluster.arrive; barrier.cluster.wait;"
-    init, wait = "mbarrier.init.shared.b64 [%b], 1;", "mbarrier.try_wait.parity.shared.b64 %p, [%b], 0;"
+    init, wait = (
+        "mbarrier.init.shared.b64 [%b], 1;",
+        "mbarrier.try_wait.parity.shared.b64 %p, [%b], 0;",
+    )
     commit = "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%b], 3;"
-    w = bench.m.add(0, init + sync + case.instruction() + commit + wait + sync, LANE0, b=1024, **bench.registers())
+    w = bench.m.add(
+        0,
+        init + sync + case.instruction() + commit + wait + sync,
+        LANE0,
+        b=1024,
+        **bench.registers(),
+    )
     v = bench.m.add(1, init + sync + wait + sync, LANE0, b=1 << 24 | 1024)
     bench.m.run()
     assert w.values["%p"][0] == v.values["%p"][0] == 1

@@ -71,8 +71,18 @@ def test_test_wait_does_not_block():
 @pytest.mark.parametrize("schedule", ["lazy", "eager", "random"])
 def test_try_wait_blocks_until_the_phase_completes(schedule):
     m = Machine(schedule=schedule, seed=3)
-    m.add(0, INIT + "bar.sync 1, 64;" + "nanosleep.u32 20;" * 5 + f"mbarrier.arrive.shared.b64 _, [{BAR}];", LANE0, n=1)
-    w = m.add(0, f"bar.sync 1, 64; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0, 1000;", LANE0)
+    m.add(
+        0,
+        INIT
+        + "bar.sync 1, 64;"
+        + "nanosleep.u32 20;" * 5
+        + f"mbarrier.arrive.shared.b64 _, [{BAR}];",
+        LANE0,
+        n=1,
+    )
+    w = m.add(
+        0, f"bar.sync 1, 64; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0, 1000;", LANE0
+    )
     m.run()
     assert pred(w, "p") == 1
     assert w.agent.waits == {}
@@ -141,7 +151,11 @@ def test_transaction_count_range():
 
 def test_too_many_arrivals_are_reported():
     m = Machine()
-    text = INIT + f"mbarrier.expect_tx.shared.b64 [{BAR}], 16;" + f"mbarrier.arrive.shared.b64 _, [{BAR}];" * 2
+    text = (
+        INIT
+        + f"mbarrier.expect_tx.shared.b64 [{BAR}], 16;"
+        + f"mbarrier.arrive.shared.b64 _, [{BAR}];" * 2
+    )
     m.add(0, text, LANE0, n=1)
     with pytest.raises(BarrierError, match="too many arrivals") as caught:
         m.run()
@@ -168,7 +182,9 @@ def test_arrive_drop_lowers_later_phases():
 
 def test_no_complete_must_not_complete():
     m = Machine()
-    m.add(0, INIT + f"mbarrier.arrive.noComplete.release.cta.shared.b64 %s, [{BAR}], 1;", LANE0, n=1)
+    m.add(
+        0, INIT + f"mbarrier.arrive.noComplete.release.cta.shared.b64 %s, [{BAR}], 1;", LANE0, n=1
+    )
     with pytest.raises(BarrierError, match="noComplete"):
         m.run()
 
@@ -240,7 +256,15 @@ def test_arrive_at_ended_cta_is_reported():
 def test_missed_phase_is_reported():
     """A waiter that sleeps through two phases is not part of the pipeline's flow control."""
     m = Machine(schedule="lazy")
-    m.add(0, INIT + "bar.sync 1, 64;" + "nanosleep.u32 1;" * 2 + f"mbarrier.arrive.shared.b64 _, [{BAR}];" * 2, LANE0, n=1)
+    m.add(
+        0,
+        INIT
+        + "bar.sync 1, 64;"
+        + "nanosleep.u32 1;" * 2
+        + f"mbarrier.arrive.shared.b64 _, [{BAR}];" * 2,
+        LANE0,
+        n=1,
+    )
     m.add(0, f"bar.sync 1, 64; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0;", LANE0)
     with pytest.raises(BarrierError, match="missed a phase"):
         m.run()
@@ -248,8 +272,17 @@ def test_missed_phase_is_reported():
 
 def test_deadlock_report_names_everything():
     m = Machine()
-    m.add(0, INIT + f"mbarrier.arrive.expect_tx.shared.b64 _, [{BAR}], 4096; bar.sync 3, 64;", LANE0, n=1)
-    m.add(0, f"nanosleep.u32 1; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0; bar.sync 4, 64;", LANE0)
+    m.add(
+        0,
+        INIT + f"mbarrier.arrive.expect_tx.shared.b64 _, [{BAR}], 4096; bar.sync 3, 64;",
+        LANE0,
+        n=1,
+    )
+    m.add(
+        0,
+        f"nanosleep.u32 1; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0; bar.sync 4, 64;",
+        LANE0,
+    )
     with pytest.raises(Deadlock) as caught:
         m.run()
     text = str(caught.value)
@@ -345,7 +378,11 @@ def test_cluster_barrier(seed):
     m = Machine(ctas=4, schedule="random", seed=seed)
     for rank in range(4):
         for _ in range(2):
-            m.add(rank, "barrier.cluster.arrive.relaxed.aligned; nanosleep.u32 1; barrier.cluster.wait.acquire.aligned;" * 3)
+            m.add(
+                rank,
+                "barrier.cluster.arrive.relaxed.aligned; nanosleep.u32 1; barrier.cluster.wait.acquire.aligned;"
+                * 3,
+            )
     m.run()
     assert m.cluster.barrier.phase == 3
 
@@ -404,7 +441,12 @@ def test_query_cancel_decodes():
         out: dict = {}
 
         def read(self, op):
-            return np.stack([np.full(32, 7 | 1 << 32, np.uint64), np.full(32, 2 | control._ANSWER_MARK << 32, np.uint64)])
+            return np.stack(
+                [
+                    np.full(32, 7 | 1 << 32, np.uint64),
+                    np.full(32, 2 | control._ANSWER_MARK << 32, np.uint64),
+                ]
+            )
 
         def write(self, op, values, mask):
             self.out[op.name] = int(values[0])
@@ -414,10 +456,25 @@ def test_query_cancel_decodes():
             self.mods, self.operands = mods, operands
 
     handle, stub, mask = Reg(0, "b128"), Stub(), np.ones(32, bool)
-    control.query_cancel(None, stub, I(("query_cancel", "is_canceled", "pred", "b128"), (Reg(1, "pred", "p"), handle)), mask)
-    control.query_cancel(None, stub, I(("query_cancel", "get_first_ctaid::y", "b32", "b128"), (Reg(1, "b32", "y"), handle)), mask)
+    control.query_cancel(
+        None,
+        stub,
+        I(("query_cancel", "is_canceled", "pred", "b128"), (Reg(1, "pred", "p"), handle)),
+        mask,
+    )
+    control.query_cancel(
+        None,
+        stub,
+        I(("query_cancel", "get_first_ctaid::y", "b32", "b128"), (Reg(1, "b32", "y"), handle)),
+        mask,
+    )
     vector = Vec((Reg(1, "b32", "a"), Reg(1, "b32", "b"), Reg(1, "b32", "c")))
-    control.query_cancel(None, stub, I(("query_cancel", "get_first_ctaid", "v4", "b32", "b128"), (vector, handle)), mask)
+    control.query_cancel(
+        None,
+        stub,
+        I(("query_cancel", "get_first_ctaid", "v4", "b32", "b128"), (vector, handle)),
+        mask,
+    )
     assert stub.out == {"p": 1, "y": 1, "a": 6, "b": 1, "c": 2}
 
 

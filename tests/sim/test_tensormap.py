@@ -23,7 +23,11 @@ def test_known_bits():
     assert (word >> 4 & 7, word >> 7 & 15, word >> 13 & 3) == (2, 10, 3)
     assert int.from_bytes(raw[12:16], "little") == 640 >> 4
     assert int.from_bytes(raw[16:20], "little") == 640 * 17 >> 4
-    assert [int.from_bytes(raw[32 + 4 * i : 36 + 4 * i], "little") for i in range(3)] == [319, 16, 4]
+    assert [int.from_bytes(raw[32 + 4 * i : 36 + 4 * i], "little") for i in range(3)] == [
+        319,
+        16,
+        4,
+    ]
     assert list(raw[55:58]) == [63, 7, 0]
 
 
@@ -79,7 +83,9 @@ def test_replace(space, field, kind, ordinal, new, attribute, want):
     m.fill(0, 2048, raw)
     where = 2048 if space == "shared::cta" else addr
     operands = ", ".join(["[%a]", *map(str, ordinal), "%v"])
-    m.add(0, f"tensormap.replace.tile.{field}.{space}.b1024.{kind} {operands};", LANE0, a=where, v=new)
+    m.add(
+        0, f"tensormap.replace.tile.{field}.{space}.b1024.{kind} {operands};", LANE0, a=where, v=new
+    )
     m.run()
     data = m.shared().data[2048:2176] if space == "shared::cta" else raw
     assert getattr(TensorMap.decode(data.tobytes()), attribute) == want

@@ -26,14 +26,18 @@ def swizzled(offset: int, mode: str, atom32: bool = False) -> int:
     return offset ^ (offset >> 7 & ((1 << bits) - 1)) << 4
 
 
-def shared_box(data: np.ndarray, offset: int, shape: tuple[int, ...], dtype, mode: str, atom32: bool = False):
+def shared_box(
+    data: np.ndarray, offset: int, shape: tuple[int, ...], dtype, mode: str, atom32: bool = False
+):
     """The box as the kernel sees it: row-major elements at swizzled addresses."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = bytes(data[swizzled(offset + i, mode, atom32)] for i in range(size))
     return np.frombuffer(raw, dtype).reshape(shape)
 
 
-def expected(array: np.ndarray, coords: tuple[int, ...], box: tuple[int, ...], steps: tuple[int, ...], fill=0):
+def expected(
+    array: np.ndarray, coords: tuple[int, ...], box: tuple[int, ...], steps: tuple[int, ...], fill=0
+):
     """numpy slicing with out-of-bounds elements = fill; array, coords outermost first."""
     shape = tuple(-(-b // s) for b, s in zip(box, steps))
     out = np.full(shape, fill, array.dtype)
@@ -52,7 +56,19 @@ LOAD = (
 )
 
 
-def load(array, box, coords, *, element, mode="none", schedule="lazy", seed=0, steps=None, dst=8192, **more):
+def load(
+    array,
+    box,
+    coords,
+    *,
+    element,
+    mode="none",
+    schedule="lazy",
+    seed=0,
+    steps=None,
+    dst=8192,
+    **more,
+):
     """Runs one load; array, box and coords outermost first."""
     m = Machine(schedule=schedule, seed=seed)
     base = m.global_memory.place(array)
@@ -104,7 +120,9 @@ def test_load_is_slicing(shape, box, coords, element, dtype, mode, schedule):
 def test_load_any_box(rows, cols, box_rows, r, c, mode, seed):
     array = np.random.default_rng(rows).integers(1, 9, (rows, 8 * cols)).astype(np.uint16)
     width = (SPAN[mode] or 64) // 2
-    m = load(array, (box_rows, width), (r, c), element="u16", mode=mode, schedule="random", seed=seed)
+    m = load(
+        array, (box_rows, width), (r, c), element="u16", mode=mode, schedule="random", seed=seed
+    )
     got = shared_box(m.shared().data, 8192, (box_rows, width), np.uint16, mode)
     assert (got == expected(array, (r, c), (box_rows, width), (1, 1))).all()
 
@@ -136,9 +154,21 @@ def four_bit(padded: bool, coords=(4, 128), schedule="random"):
     packed = np.random.default_rng(0).integers(0, 256, (12, 128)).astype(np.uint8)
     base = m.global_memory.place(packed)
     element = "b4x16_p64" if padded else "b4x16"
-    tensor = TensorMap(base, element, (256, 12), (128,), (128, 8), (1, 1), "128B" if padded else "64B")
+    tensor = TensorMap(
+        base, element, (256, 12), (128,), (128, 8), (1, 1), "128B" if padded else "64B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
-    m.add(0, LOAD.format(d=2, coords="%c0, %c1"), LANE0, dst=8192, map=where, hint=0, bytes=8 * 64, c0=coords[1], c1=coords[0])
+    m.add(
+        0,
+        LOAD.format(d=2, coords="%c0, %c1"),
+        LANE0,
+        dst=8192,
+        map=where,
+        hint=0,
+        bytes=8 * 64,
+        c0=coords[1],
+        c1=coords[0],
+    )
     m.run()
     want = np.zeros((8, 64), np.uint8)
     hi = min(12, coords[0] + 8) - coords[0]
@@ -168,7 +198,9 @@ WAIT = "mbarrier.try_wait.parity.shared.b64 %p, [%b], 0;"
 def test_multicast_signals_every_destination():
     m = Machine(ctas=4, schedule="random", seed=1)
     array = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
-    tensor = TensorMap(m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B")
+    tensor = TensorMap(
+        m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     copy = (
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -192,7 +224,9 @@ def test_pair_loads_signal_the_leader(multicast):
     """.cta_group::2: a mbarrier address with bit 24 cleared is the even CTA's, for each destination's own pair."""
     m = Machine(ctas=4, schedule="random", seed=1)
     array = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
-    tensor = TensorMap(m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B")
+    tensor = TensorMap(
+        m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     suffix, mask = (".multicast::cluster", ", 10") if multicast else ("", "")
     copy = (
@@ -216,7 +250,9 @@ def test_pair_loads_signal_the_leader(multicast):
 def test_gather4():
     m = Machine()
     array = np.arange(32 * 64, dtype=np.uint16).reshape(32, 64)
-    tensor = TensorMap(m.global_memory.place(array), "u16", (64, 32), (128,), (64, 1), (1, 1), "128B")
+    tensor = TensorMap(
+        m.global_memory.place(array), "u16", (64, 32), (128,), (64, 1), (1, 1), "128B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     m.add(
         0,
@@ -243,11 +279,15 @@ def swizzle_image(tile: np.ndarray, mode: str, offset: int = 8192) -> np.ndarray
     return out
 
 
-def store_machine(text=STORE + DONE, coords=(10, 32), mode="128B", lanes=LANE0, element="u16", fill=True, **kw):
+def store_machine(
+    text=STORE + DONE, coords=(10, 32), mode="128B", lanes=LANE0, element="u16", fill=True, **kw
+):
     m = Machine(**kw)
     array = np.full((14, 80), 7, np.uint16)
     tile = np.random.default_rng(3).integers(0, 1000, (8, 64)).astype(np.uint16)
-    tensor = TensorMap(m.global_memory.place(array), element, (80, 14), (160,), (64, 8), (1, 1), mode)
+    tensor = TensorMap(
+        m.global_memory.place(array), element, (80, 14), (160,), (64, 8), (1, 1), mode
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     if fill:
         m.fill(0, 8192, swizzle_image(tile, mode))
@@ -267,7 +307,9 @@ def reduce_machine(op: str, lanes=LANE0):
     m = Machine()
     array = np.full((10, 40), 7, np.uint32)
     tile = np.random.default_rng(3).integers(0, 1000, (8, 32)).astype(np.uint32)
-    tensor = TensorMap(m.global_memory.place(array), "u32", (40, 10), (160,), (32, 8), (1, 1), "128B")
+    tensor = TensorMap(
+        m.global_memory.place(array), "u32", (40, 10), (160,), (32, 8), (1, 1), "128B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     m.fill(0, 8192, swizzle_image(tile, "128B"))
     text = f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{op}.tile.bulk_group [%map, {{8, 2}}], [8192];"
@@ -296,7 +338,9 @@ def test_scatter4():
     m = Machine()
     array = np.zeros((16, 64), np.uint16)
     tile = np.arange(1, 257, dtype=np.uint16).reshape(4, 64)
-    tensor = TensorMap(m.global_memory.place(array), "u16", (64, 16), (128,), (64, 1), (1, 1), "128B")
+    tensor = TensorMap(
+        m.global_memory.place(array), "u16", (64, 16), (128,), (64, 1), (1, 1), "128B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     m.fill(0, 8192, swizzle_image(tile, "128B"))
     m.add(0, "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%map, {0, 3, 9, 1, 15}], [8192];" + DONE,
@@ -317,7 +361,9 @@ def test_store_without_proxy_fence_names_the_writer():
 
 
 def test_fence_by_another_thread_does_not_help_without_synchronisation():
-    m, _, tile = store_machine(text="nanosleep.u32 1; fence.proxy.async.shared::cta;" + STORE + DONE, fill=False)
+    m, _, tile = store_machine(
+        text="nanosleep.u32 1; fence.proxy.async.shared::cta;" + STORE + DONE, fill=False
+    )
     m.add(0, "nanosleep.u32 1;")
     m.store(0, 8192, swizzle_image(tile, "128B"), thread=40)
     with pytest.raises(MissingProxyFence, match="thread 40"):
@@ -328,7 +374,9 @@ def test_fence_by_another_thread_does_not_help_without_synchronisation():
 def test_fence_by_writer_or_after_the_barrier(where):
     fence = "fence.proxy.async.shared::cta;"
     first, second = (fence, "") if where == "writer" else ("", fence)
-    m, array, tile = store_machine(text="bar.sync 1, 64;" + second + STORE + DONE, fill=False, coords=(0, 0))
+    m, array, tile = store_machine(
+        text="bar.sync 1, 64;" + second + STORE + DONE, fill=False, coords=(0, 0)
+    )
     m.add(0, first + "bar.sync 1, 64;")
     m.store(0, 8192, swizzle_image(tile, "128B"), thread=40)
     m.run()
@@ -361,10 +409,13 @@ def test_store_source_is_busy_until_the_wait():
 
 def test_load_over_a_store_in_flight():
     load_text = (
-        ARM + "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [8192], [%map, {%c0, %c1}], [%b];"
+        ARM
+        + "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [8192], [%map, {%c0, %c1}], [%b];"
     )
     m, _, _ = store_machine(text=STORE + load_text + WAIT + DONE, coords=(0, 0))
-    m.cluster.ctas[0].warps[0].values.update({"%b": np.full(32, BAR, np.uint64), "%bytes": np.full(32, 1024, np.uint64)})
+    m.cluster.ctas[0].warps[0].values.update(
+        {"%b": np.full(32, BAR, np.uint64), "%bytes": np.full(32, 1024, np.uint64)}
+    )
     with pytest.raises(SharedOverwrite):
         m.run()
 
@@ -382,7 +433,9 @@ def test_exit_with_unread_store():
 def test_wrong_transaction_bytes(bytes_):
     m = Machine()
     array = np.zeros((8, 64), np.uint16)
-    tensor = TensorMap(m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B")
+    tensor = TensorMap(
+        m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     copy = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [8192], [%map, {0, 0}], [%b];"
     w = m.add(0, ARM + copy + WAIT, LANE0, b=BAR, bytes=bytes_, map=where)
@@ -397,7 +450,9 @@ def test_wrong_transaction_bytes(bytes_):
 def test_two_loads_into_one_place():
     m = Machine()
     array = np.zeros((8, 64), np.uint16)
-    tensor = TensorMap(m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B")
+    tensor = TensorMap(
+        m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B"
+    )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     copy = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [8192], [%map, {0, 0}], [%b];"
     m.add(0, ARM + copy * 2 + WAIT, LANE0, b=BAR, bytes=2048, map=where)
@@ -422,5 +477,9 @@ def test_illegal_forms():
     attempt(base.format(2, "im2col", 8192, "0, 0"), UnsupportedInstruction, "im2col")
     attempt(base.format(2, "tile", 8200, "0, 0"), Exception, "multiple of 128")
     attempt(base.format(2, "tile", 232320, "0, 0"), OutOfBounds, "leaves the window")
-    attempt(base.format(2, "tile::gather4", 8192, "0, 0, 1, 2, 3"), IllegalInstruction, "box of one row")
-    attempt(base.format(2, "tile", 8192, "0, 0"), OutOfBounds, "0x100480", shape=(64, 9), box=(64, 9))
+    attempt(
+        base.format(2, "tile::gather4", 8192, "0, 0, 1, 2, 3"), IllegalInstruction, "box of one row"
+    )
+    attempt(
+        base.format(2, "tile", 8192, "0, 0"), OutOfBounds, "0x100480", shape=(64, 9), box=(64, 9)
+    )

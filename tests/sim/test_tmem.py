@@ -45,7 +45,9 @@ def prepared(columns: int = 64, **kw) -> tuple[Machine, np.ndarray]:
 
 def test_alloc_writes_the_address_and_dealloc_frees():
     m = Machine()
-    m.add(0, ALLOC + "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" + FREE, n=128, t=0)
+    m.add(
+        0, ALLOC + "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" + FREE, n=128, t=0
+    )
     m.run()
     assert m.shared().data[2048:2052].view(np.uint32)[0] == 0
     assert tmem(m).peak == 128 and not tmem(m).owned.any()
@@ -53,7 +55,9 @@ def test_alloc_writes_the_address_and_dealloc_frees():
 
 def test_two_allocations_do_not_overlap():
     m = Machine()
-    m.add(0, ALLOC + ALLOC.replace("2048", "2052") + FREE + FREE.replace("%t", "%u"), n=64, t=0, u=64)
+    m.add(
+        0, ALLOC + ALLOC.replace("2048", "2052") + FREE + FREE.replace("%t", "%u"), n=64, t=0, u=64
+    )
     m.run()
     assert m.shared().data[2048:2056].view(np.uint32).tolist() == [0, 64]
 
@@ -141,7 +145,11 @@ def cells(shape: str, num: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 LDST = [("32x32b", n) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
-LDST += [("16x64b", n) for n in (1, 2, 16)] + [("16x128b", n) for n in (1, 4, 16)] + [("16x256b", n) for n in (1, 2, 4, 8)]
+LDST += (
+    [("16x64b", n) for n in (1, 2, 16)]
+    + [("16x128b", n) for n in (1, 4, 16)]
+    + [("16x256b", n) for n in (1, 2, 4, 8)]
+)
 
 
 @pytest.mark.parametrize("shape,num", LDST)
@@ -167,7 +175,12 @@ def test_st_then_ld(shape, num):
     want = cells(shape, num)
     regs = {f"r{i}": np.arange(32) * 1000 + i for i in range(len(want))}
     names = ", ".join("%" + k for k in regs)
-    m.add(0, f"tcgen05.st.sync.aligned.{shape}.x{num}.b32 [%a], {{{names}}}; tcgen05.wait::st.sync.aligned;", a=64, **regs)
+    m.add(
+        0,
+        f"tcgen05.st.sync.aligned.{shape}.x{num}.b32 [%a], {{{names}}}; tcgen05.wait::st.sync.aligned;",
+        a=64,
+        **regs,
+    )
     m.checks = m.checks.__class__(tmem_leak=False)
     m.run()
     for i, (lane, column) in enumerate(want):
@@ -176,7 +189,9 @@ def test_st_then_ld(shape, num):
 
 def test_16x32bx2():
     m, values = prepared(64)
-    text = "tcgen05.ld.sync.aligned.16x32bx2.x2.b32 {%x, %y}, [%a], 16; tcgen05.wait::ld.sync.aligned;"
+    text = (
+        "tcgen05.ld.sync.aligned.16x32bx2.x2.b32 {%x, %y}, [%a], 16; tcgen05.wait::ld.sync.aligned;"
+    )
     w = m.add(0, text, a=16 << 16 | 4)
     m.checks = m.checks.__class__(tmem_leak=False)
     m.run()
@@ -229,18 +244,35 @@ def test_ld_misuse():
     run_error(LD1, TmemError, "lanes 32..63 only", a=0, warps=2)
     run_error(LD1, UninitialisedRead, "never written", a=0, written=False)
     run_error(LD1, IllegalInstruction, "same address", a=LANE)
-    run_error("tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r}, [%a];", IllegalInstruction, "2 registers", a=0)
+    run_error(
+        "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r}, [%a];", IllegalInstruction, "2 registers", a=0
+    )
     run_error("tcgen05.shift.cta_group::1.down [%a];", UnsupportedInstruction, "not modelled", a=0)
-    run_error("tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%r, %s}, %q, [%a];", UnsupportedInstruction, "sm_100", a=0)
+    run_error(
+        "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%r, %s}, %q, [%a];",
+        UnsupportedInstruction,
+        "sm_100",
+        a=0,
+    )
 
 
 def test_dealloc_under_a_load():
-    run_error(LD1 + "tcgen05.dealloc.cta_group::1.sync.aligned.b32 0, 64;", TmemRace, "wait::ld is missing", a=0)
+    run_error(
+        LD1 + "tcgen05.dealloc.cta_group::1.sync.aligned.b32 0, 64;",
+        TmemRace,
+        "wait::ld is missing",
+        a=0,
+    )
 
 
 def test_store_without_wait_is_seen_by_others():
     m, _ = prepared(64)
-    m.add(0, "tcgen05.st.sync.aligned.32x32b.x1.b32 [%a], {%r}; bar.sync 1, 64; bar.sync 2, 64;", a=0, r=1)
+    m.add(
+        0,
+        "tcgen05.st.sync.aligned.32x32b.x1.b32 [%a], {%r}; bar.sync 1, 64; bar.sync 2, 64;",
+        a=0,
+        r=1,
+    )
     m.add(0, "bar.sync 1, 64; bar.sync 2, 64;")
     original = m.find_handler
     seen: list[bool] = []
@@ -269,7 +301,9 @@ COMMIT = (
 )
 
 
-def copied(shape: str, mods: str, rows: int, row_bytes: int, lbo: int = 1024, schedule="random", seed=0):
+def copied(
+    shape: str, mods: str, rows: int, row_bytes: int, lbo: int = 1024, schedule="random", seed=0
+):
     m, _ = prepared(64, schedule=schedule, seed=seed)
     data = np.random.default_rng(1).integers(0, 256, (rows, row_bytes)).astype(np.uint8)
     image = np.zeros(16384, np.uint8)
@@ -278,7 +312,13 @@ def copied(shape: str, mods: str, rows: int, row_bytes: int, lbo: int = 1024, sc
             at = r % 8 * 16 + r // 8 * 128 + c * lbo
             image[at : at + 16] = data[r, 16 * c : 16 * c + 16]
     m.fill(0, 4096, image)
-    m.add(0, f"tcgen05.cp.cta_group::1.{shape}{mods} [%a], %d;" + COMMIT.format(g=1), LANE0, a=8, d=descriptor(4096, 128, lbo))
+    m.add(
+        0,
+        f"tcgen05.cp.cta_group::1.{shape}{mods} [%a], %d;" + COMMIT.format(g=1),
+        LANE0,
+        a=8,
+        d=descriptor(4096, 128, lbo),
+    )
     m.checks = m.checks.__class__(tmem_leak=False)
     m.run()
     return tmem(m).data[:, 8 : 8 + row_bytes // 4], data.view(np.uint32), m
@@ -315,7 +355,14 @@ def test_cp_pair_copies_from_each_own_shared_memory():
         m.fill(rank, 4096, np.full(512, 5 + rank, np.uint8))
     a, f = ALLOC.replace("group::1", "group::2"), FREE.replace("group::1", "group::2")
     sync = "barrier.cluster.arrive; barrier.cluster.wait;"
-    text = a + sync + "tcgen05.cp.cta_group::2.32x128b.warpx4 [%a], %d;" + COMMIT.format(g=2) + sync + f
+    text = (
+        a
+        + sync
+        + "tcgen05.cp.cta_group::2.32x128b.warpx4 [%a], %d;"
+        + COMMIT.format(g=2)
+        + sync
+        + f
+    )
     m.add(0, text, LANE0, n=32, t=0, a=0, d=descriptor(4096, 128))
     m.add(1, a + sync + sync + f, n=32, t=0)
     seen = {}
@@ -343,11 +390,19 @@ def test_cp_misuse():
             m.run()
     m, _ = prepared(64)
     m.store(0, 4096, np.zeros(512, np.uint8), thread=3)
-    m.add(0, "tcgen05.cp.cta_group::1.32x128b.warpx4 [%a], %d;", LANE0, a=0, d=descriptor(4096, 128))
+    m.add(
+        0, "tcgen05.cp.cta_group::1.32x128b.warpx4 [%a], %d;", LANE0, a=0, d=descriptor(4096, 128)
+    )
     with pytest.raises(MissingProxyFence, match="thread 3"):
         m.run()
     m, _ = prepared(64)
-    m.add(0, "tcgen05.cp.cta_group::1.32x128b.warpx4 [%a], %d;" + COMMIT.format(g=1), LANE0, a=0, d=descriptor(4096, 128))
+    m.add(
+        0,
+        "tcgen05.cp.cta_group::1.32x128b.warpx4 [%a], %d;" + COMMIT.format(g=1),
+        LANE0,
+        a=0,
+        d=descriptor(4096, 128),
+    )
     with pytest.raises(UninitialisedRead):
         m.run()
     m, _ = prepared(64)
