@@ -27,7 +27,7 @@ _DSL_TYPES = {
     torch.int64: "Int64",
 }
 _INT32_ROWS = 2**31  # row indices are int32
-ONE_CTA_PAIRS = 4096  # up to here one CTA sorts the routes, beyond it a cluster of eight
+ONE_CTA_PAIRS = 1024  # up to here one CTA sorts the routes, beyond it a cluster of eight
 MAX_EXPERTS = 51200  # whose counters fit one warp's share of shared memory
 
 _library = torch.library.Library(_NAMESPACE, "DEF")
@@ -66,7 +66,8 @@ def quantize_rows(
         if global_scale == "per_tensor":
             values = x if row_scale is None else x.float() * row_scale[:, None]
             amax = values.abs().amax() if x.numel() else x.new_zeros(())
-            given = (amax.float() / (nvfp4.E2M1_MAX * nvfp4.UE4M3_MAX)).reshape(1)
+            largest = torch.full_like(amax, nvfp4.E2M1_MAX * nvfp4.UE4M3_MAX, dtype=torch.float32)
+            given = (amax.float() / largest).reshape(1)  # by a number: CUDA rounds it otherwise
     else:
         given = global_scale.reshape(-1)
     out: tuple[Tensor, Tensor, Tensor] = torch.ops.nvfp4_megamoe.quantize_rows(

@@ -11,10 +11,11 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int64, Uint32
 
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
+from cute_kernels.device.quantize import tree
 
 _VALUES = {"BFloat16": 8, "Float16": 8, "Float32": 4}  # of one 16-byte access
 
@@ -98,22 +99,21 @@ class Combine:
                 extra = unpack(load(shared.toint(), position, self.shared_dtype), self.shared_dtype)
                 values = [ptx.add(v, e) for v, e in zip(values, extra)]
             else:
-                some = rows[0] >= 0
-                for j in cutlass.range_constexpr(1, self.top_k):
-                    some = some or rows[j] >= 0
-                values = [cutlass.select_(some, v, Float32(0.0)) for v in values]
+                most = tree(cutlass.max, rows)
+                values = [ptx.select(most >= 0, v, Float32(0.0)) for v in values]
             store(y.toint(), position, values, self.out_dtype)
         ptx.allow_next_kernel()
 
     def sum_slots(self, o, rows, factors, column):
         """fp32 sums of this thread's columns. They start from -0.0, which changes no term added to it."""
         pieces = [load_if(o.toint(), row, self.hidden, column, self.rows_dtype) for row in rows]
-        total = [Float32(-0.0) for _ in range(self.WIDTH)]
+        nothing = Uint32(0x80000000).bitcast(Float32)  # the literal -0.0 may come out as 0.0
+        total = [nothing] * self.WIDTH
         for row, factor, words in zip(rows, factors, pieces):
             terms = unpack(words, self.rows_dtype)
             if factor is not None:
                 terms = [ptx.mul(factor, v) for v in terms]
-            terms = [cutlass.select_(row >= 0, v, Float32(-0.0)) for v in terms]
+            terms = [ptx.select(row >= 0, v, nothing) for v in terms]
             total = [ptx.add(s, v) for s, v in zip(total, terms)]
         return total
 
@@ -135,7 +135,7 @@ def load_if(base, row, hidden: cutlass.Constexpr, column, dtype: cutlass.Constex
     words = [Uint32(0)] * (8 if dtype == "Float32" else 4)
     if row >= 0:
         words = load(base, Int64(row) * hidden + column, dtype)
-    return words
+    return [Uint32(w) for w in words]
 
 
 def unpack(words, dtype):
@@ -163,13 +163,15 @@ class PermuteRows:
     """out[r] = data[row_token[r]] for routed rows r < expert_offsets[E], with their fp32 outer scales.
 
     row_bytes  bytes of a row, a multiple of 8
-    One CTA per row of the output; rows past the last expert are left alone.
+    One CTA per four rows of the output; rows past the last expert are left alone.
 
     data uint8 (N, row_bytes); gx fp32 (N,); row_token int32 (R,); total = &expert_offsets[E];
     out uint8 (R, row_bytes); out_gx fp32 (R,)
     """
 
     row_bytes: int
+
+    ROWS = 4
 
     @property
     def name(self) -> str:
@@ -191,29 +193,38 @@ class PermuteRows:
             self.name, remove_cutlass_symbol=True, keep_mangled_name=False
         )
         self.kernel(data, gx, row_token, total, out, out_gx).launch(
-            grid=(rows, 1, 1), block=(threads, 1, 1), stream=stream, use_pdl=True
+            grid=((rows + self.ROWS - 1) // self.ROWS, 1, 1),
+            block=(threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, data, gx, row_token, total, out, out_gx):
         tid, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.block_idx()
+        part, _, _ = cute.arch.block_idx()
         threads, steps = _spread(self.row_bytes // self.width)
         ptx.wait_for_previous_kernel()
-        token = Int32(-1)
-        if row < ptx.load_i32(total.toint()):
-            token = ptx.load_i32(row_token.toint() + Int64(row) * 4)
-        if token >= 0:
-            source = data.toint() + Int64(token) * self.row_bytes
-            target = out.toint() + Int64(row) * self.row_bytes
+        first = part * self.ROWS
+        last = ptx.load_i32(total.toint()) - 1
+        if first <= last:
+            rows = [cutlass.min(first + i, last) for i in range(self.ROWS)]  # the last one again
+            tokens = [ptx.load_i32(row_token.toint() + Int64(r) * 4) for r in rows]
             if tid == 0:
-                value = ptx.load_f32(gx.toint() + Int64(token) * 4)
-                ptx.store_f32(out_gx.toint() + Int64(row) * 4, value)
+                for r, t in zip(rows, tokens):
+                    value = ptx.load_f32(gx.toint() + Int64(t) * 4)
+                    ptx.store_f32(out_gx.toint() + Int64(r) * 4, value)
             for step in cutlass.range_constexpr(steps):
                 offset = (step * threads + tid) * self.width
                 if offset < self.row_bytes:
-                    if cutlass.const_expr(self.width == 16):
-                        ptx.store_u32x4(target + offset, ptx.load_u32x4(source + offset))
-                    else:
-                        ptx.store_u32x2(target + offset, ptx.load_u32x2(source + offset))
+                    self.copy_pieces(data.toint() + offset, tokens, out.toint() + offset, rows)
         ptx.allow_next_kernel()
+
+    def copy_pieces(self, source, tokens, target, rows):
+        """One piece of each of the rows; the loads are in flight together."""
+        load, store = ptx.load_u32x4, ptx.store_u32x4
+        if self.width == 8:
+            load, store = ptx.load_u32x2, ptx.store_u32x2
+        pieces = [load(source + Int64(t) * self.row_bytes) for t in tokens]
+        for r, piece in zip(rows, pieces):
+            store(target + Int64(r) * self.row_bytes, piece)

@@ -242,3 +242,6 @@ def allow_next_kernel() -> None:
     cutlass.cute.arch.griddepcontrol_launch_dependents()
 
 
+def select(condition, yes, no):
+    """``yes`` where the condition holds; of the type of ``no``."""
+    return type(no)(cutlass.select_(condition, yes, no))

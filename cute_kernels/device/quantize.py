@@ -208,7 +208,7 @@ class QuantizeRows:
         codes = [encode(values[:8]), encode(values[8:])]
         if not self.hardware:  # a NaN scale makes every code of its block that of NaN
             nan = byte == UE4M3_NAN
-            codes = [cutlass.select_(nan, Uint32(0x77777777), w) for w in codes]
+            codes = [ptx.select(nan, Uint32(0x77777777), w) for w in codes]
         return byte, codes
 
 
@@ -292,7 +292,8 @@ class GroupScales:
             sources = self.row_addresses(scale, row_token, row0 + r32, end)
             base = grouped.toint() + Int64(tile) * (128 * self.padded)
             pieces = -(-self.padded // 16)
-            for pair in cutlass.range(warp // 2, -(-pieces // 2), self.THREADS // WARP // 2):
+            stride = self.THREADS // WARP
+            for pair in cutlass.range(warp // 2, -(-pieces // 2), stride // 2, unroll=2):
                 piece = pair * 2 + lane % 2
                 if piece < pieces:
                     rows = [self.load_piece(*source, piece) for source in sources]
@@ -317,7 +318,7 @@ class GroupScales:
             words = list(ptx.load_u32x4(address))
         else:
             words = [self.load_word(address + 4 * w, piece * 16 + 4 * w) for w in range(4)]
-        return [cutlass.select_(exists, w, Uint32(0)) for w in words]
+        return [ptx.select(exists, w, Uint32(0)) for w in words]
 
     @cute.jit
     def load_word(self, address, column):

@@ -15,7 +15,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
@@ -23,6 +23,7 @@ from cute_kernels.device.scheduler import inclusive_sum
 
 WARP = 32
 FULL_MASK = 0xFFFFFFFF
+BATCH = 4  # groups of 32 pairs whose loads a warp has in flight
 SHARED_BYTES = 200 * 1024  # for the counters; the rest of a CTA's 227 KB is small
 
 
@@ -114,16 +115,7 @@ class SortRoutes:
         total = self.scan_experts(sTotal, sFirst, sScan, expert_offsets, cta, tid)
         cute.arch.sync_threads()
 
-        lane = tid % WARP
-        for i in cutlass.range(begin + lane, stop, WARP):
-            expert = self.local_expert(topk_ids, i, first_expert, global_experts)
-            if expert >= 0:
-                address = token_rows.toint() + Int64(i) * 4
-                row = ptx.load_i32(address) + sFirst[expert] + sCount[tid // WARP * experts + expert]
-                ptx.store_u32(address, row)
-                ptx.store_u32(row_token.toint() + Int64(row) * 4, i // self.top_k)
-                weight = ptx.load_f32(weights.toint() + Int64(i) * 4)
-                ptx.store_f32(row_weight.toint() + Int64(row) * 4, weight)
+        self.place_pairs(inputs, outputs, (sFirst, sCount), begin, stop, tid)
         for i in cutlass.range(total + cta * self.threads + tid, rows, self.ctas * self.threads):
             ptx.store_u32(row_token.toint() + Int64(i) * 4, Int32(-1))
             ptx.store_f32(row_weight.toint() + Int64(i) * 4, cutlass.Float32(0.0))
@@ -145,52 +137,91 @@ class SortRoutes:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    @cute.jit
-    def local_expert(self, topk_ids, i, first_expert, global_experts):
-        """Local id of pair ``i``, or -1. A 64-bit id is compared as one: no wrap-around makes it valid."""
-        if cutlass.const_expr(self.ids == "Int64"):
-            low, high = ptx.load_u32x2(topk_ids.toint() + Int64(i) * 8)
-            expert = Int32(low)
-            known = high == 0
+    def load_experts(self, inputs, base, stop):
+        """Local experts of the pairs base + 0, 32, 64, ..: -1 without a row and from ``stop`` on. The loads are
+        in flight together."""
+        topk_ids, _, first_expert, global_experts = inputs
+        index = [base + WARP * n for n in range(BATCH)]
+        near = [cutlass.max(cutlass.min(i, stop - 1), 0) for i in index]
+        if self.ids == "Int64":  # compared as 64 bits: no wrap-around makes an id valid
+            words = [ptx.load_u32x2(topk_ids.toint() + Int64(i) * 8) for i in near]
+            known = [high == 0 for _, high in words]
+            ids = [Int32(low) for low, _ in words]
         else:
-            expert = ptx.load_i32(topk_ids.toint() + Int64(i) * 4)
-            known = Boolean(True)
-        local = expert - first_expert
-        here = known and expert >= 0 and expert < global_experts
-        here = here and local >= 0 and local < self.num_experts
-        return cutlass.select_(here, local, Int32(-1))
+            ids = [ptx.load_i32(topk_ids.toint() + Int64(i) * 4) for i in near]
+            known = [True] * BATCH
+        experts = []
+        for i, expert, valid in zip(index, ids, known):
+            local = expert - first_expert
+            here = cutlass.select_(expert < global_experts, local, Int32(-1))
+            here = cutlass.select_(expert < 0, Int32(-1), here)
+            here = cutlass.select_(local >= self.num_experts, Int32(-1), here)
+            here = cutlass.select_(i < stop, here, Int32(-1))
+            if valid is not True:
+                here = cutlass.select_(valid, here, Int32(-1))
+            experts.append(cutlass.max(Int32(here), -1))
+        return index, experts
+
+    def lanes_alike(self, expert):
+        """Mask of lanes with the same expert: one vote per bit, cheaper than match.any for many experts."""
+        mask = Uint32(FULL_MASK)
+        for b in range(self.num_experts.bit_length()):
+            bit = (expert >> b) & 1
+            ballot = Uint32(cute.arch.vote_ballot_sync(bit != 0))
+            mask = mask & (ballot ^ Uint32(bit - 1))  # bit 1: those that voted, bit 0: those that did not
+        return mask
 
     @cute.jit
     def rank_pairs(self, inputs, token_rows, sCount, begin, stop, tid):
         """Count this warp's pairs per expert; token_rows gets the rank of each, -1 where there is no row."""
-        topk_ids, _, first_expert, global_experts = inputs
         lane, warp = tid % WARP, tid // WARP
         base = begin
         while base < stop:
-            i = base + lane
-            expert = Int32(-1)
-            if i < stop:
-                expert = self.local_expert(topk_ids, i, first_expert, global_experts)
-            same = cute.arch.match_sync(FULL_MASK, expert)
-            earlier = Int32(cute.arch.popc(same & ((Uint32(1) << lane) - 1)))
-            rank = Int32(-1)
-            slot = warp * self.num_experts + cutlass.max(expert, 0)
-            if expert >= 0:
-                rank = sCount[slot] + earlier
-            cute.arch.sync_warp()
-            if expert >= 0 and earlier == 0:  # the first lane of each expert counts for all
-                sCount[slot] = rank + Int32(cute.arch.popc(same))
-            cute.arch.sync_warp()
-            if i < stop:
-                ptx.store_u32(token_rows.toint() + Int64(i) * 4, rank)
-            base += WARP
+            index, experts = self.load_experts(inputs, base + lane, stop)
+            for n in cutlass.range_constexpr(BATCH):
+                expert = experts[n]
+                same = self.lanes_alike(expert)
+                earlier = Int32(cute.arch.popc(same & ((Uint32(1) << lane) - 1)))
+                rank = Int32(-1)
+                slot = warp * self.num_experts + cutlass.max(expert, 0)
+                if expert >= 0:
+                    rank = sCount[slot] + earlier
+                cute.arch.sync_warp()
+                if expert >= 0 and earlier == 0:  # the first lane of each expert counts for all
+                    sCount[slot] = rank + Int32(cute.arch.popc(same))
+                cute.arch.sync_warp()
+                if index[n] < stop:
+                    ptx.store_u32(token_rows.toint() + Int64(index[n]) * 4, rank)
+            base += WARP * BATCH
+
+    @cute.jit
+    def place_pairs(self, inputs, outputs, counts, begin, stop, tid):
+        """Rows of this warp's pairs, and what the rows hold."""
+        _, row_token, row_weight, token_rows = outputs
+        sFirst, sCount = counts
+        weights = inputs[1].toint()
+        lane, warp = tid % WARP, tid // WARP
+        base = begin
+        while base < stop:
+            index, experts = self.load_experts(inputs, base + lane, stop)
+            near = [Int64(cutlass.max(cutlass.min(i, stop - 1), 0)) * 4 for i in index]
+            ranks = [ptx.load_i32(token_rows.toint() + i) for i in near]
+            values = [ptx.load_f32(weights + i) for i in near]
+            for n in cutlass.range_constexpr(BATCH):
+                expert = experts[n]
+                if expert >= 0:
+                    row = ranks[n] + sFirst[expert] + sCount[warp * self.num_experts + expert]
+                    ptx.store_u32(token_rows.toint() + near[n], row)
+                    ptx.store_u32(row_token.toint() + Int64(row) * 4, index[n] // self.top_k)
+                    ptx.store_f32(row_weight.toint() + Int64(row) * 4, values[n])
+            base += WARP * BATCH
 
     @cute.jit
     def scan_warps(self, sCount, sTotal, tid):
         """sCount becomes the pairs of earlier warps of this CTA, sTotal the CTA's counts."""
         for expert in cutlass.range(tid, self.num_experts, self.threads):
             running = Int32(0)
-            for w in cutlass.range(self.warps, unroll=4):
+            for w in cutlass.range(self.warps, unroll=8):
                 count = sCount[w * self.num_experts + expert]
                 sCount[w * self.num_experts + expert] = running
                 running += count
@@ -209,7 +240,7 @@ class SortRoutes:
                 sScan[warp] = upto
             cute.arch.sync_threads()
             before = done
-            for w in cutlass.range(self.warps, unroll=4):
+            for w in cutlass.range(self.warps, unroll=8):
                 part = sScan[w]
                 done += part
                 if w < warp:
