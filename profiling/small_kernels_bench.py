@@ -182,7 +182,9 @@ def variants(shape: Shape, rate: float) -> list[dict[str, Any]]:
         for i, p in enumerate(shape.plans)
     ]
     size = t * h / 16 + statistics.mean(shape.scale_rows) * h / 16
-    add("scales only", GroupScales(h // 16, scale_pitch(h)), calls, size)
+    for threads in (128, 256, 512):
+        kernel = GroupScales(h // 16, scale_pitch(h), threads=threads)
+        add(f"scales only, {threads} threads", kernel, calls, size)
     for ctas in (1, 2, 4, 8):
         kernel = SortRoutes(shape.experts, shape.top_k, "Int32", ctas)
         pairs = t * shape.top_k

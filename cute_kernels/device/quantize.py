@@ -223,7 +223,7 @@ def tree(operation, values):
 
 @dataclasses.dataclass(frozen=True)
 class GroupScales:
-    """Row-major scales to SWIZZLE_32_4_4_GROUPED: one CTA per tile of 128 scale rows, 256 threads.
+    """Row-major scales to SWIZZLE_32_4_4_GROUPED: one CTA per tile of 128 scale rows.
 
     A thread reads 16 scales of the four rows r, r+32, r+64, r+96 and writes four 16-byte pieces, so both sides
     move whole sectors. Rows without a routed row, and columns past K/16, are written 0. Tiles past the last
@@ -240,8 +240,7 @@ class GroupScales:
     groups: int
     pitch: int
     indexed: bool = True
-
-    THREADS = 256
+    threads: int = 256
 
     @property
     def name(self) -> str:
@@ -275,7 +274,7 @@ class GroupScales:
             self.name, remove_cutlass_symbol=True, keep_mangled_name=False
         )
         self.kernel(scale, row_token, expert_offsets, grouped, num_experts).launch(
-            grid=(tiles, 1, 1), block=(self.THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(tiles, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -292,8 +291,8 @@ class GroupScales:
             sources = self.row_addresses(scale, row_token, row0 + r32, end)
             base = grouped.toint() + Int64(tile) * (128 * self.padded)
             pieces = -(-self.padded // 16)
-            stride = self.THREADS // WARP
-            for pair in cutlass.range(warp // 2, -(-pieces // 2), stride // 2, unroll=2):
+            stride = self.threads // WARP
+            for pair in cutlass.range(warp // 2, -(-pieces // 2), stride // 2):
                 piece = pair * 2 + lane % 2
                 if piece < pieces:
                     rows = [self.load_piece(*source, piece) for source in sources]
