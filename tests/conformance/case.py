@@ -10,8 +10,8 @@ import torch
 class Case:
     """One peer kernel on one problem, compiled and with its arguments bound.
 
-    `launch` runs the compiled host function; `outputs` are the tensors that it writes, refilled with
-    `fill` before every run; `check` compares them with fp64 and raises data.Mismatch.
+    `launch` runs the compiled host function; `outputs` are the tensors that it writes, refilled
+    with `fill` before every run; `check` compares them with fp64 and raises data.Mismatch.
     `ordered=False`: the kernel adds in arrival order, so bits may differ between schedules.
     """
 

@@ -72,7 +72,7 @@ def ragged_scale_rows(counts: list[int]) -> Tensor:
 
 
 def ragged_scales(scale: Tensor, counts: list[int], fill: int = 0x7F) -> Tensor:
-    """(rows, groups) -> (1, tiles, groups / 4, 32, 4, 4); rows between experts hold `fill` (NaN)."""
+    """(rows, groups) -> (1, tiles, groups / 4, 32, 4, 4); `fill` between experts."""
     rows, groups = scale.shape
     tiles = -(-rows // TILE) + len(counts)
     plain = torch.full((tiles * TILE, groups), fill, dtype=torch.uint8)
@@ -111,8 +111,8 @@ def check_close(got: Tensor, want: Tensor, bound: Tensor, what: str) -> None:
     if bool(bad.any()):
         index = tuple(int(i) for i in bad.nonzero()[0])
         raise Mismatch(
-            f"{what}: {int(bad.sum())} of {bad.numel()} beyond the bound, first at {index}: expected "
-            f"{want[index].item()}, got {got[index].item()}, bound {bound[index].item()}"
+            f"{what}: {int(bad.sum())} of {bad.numel()} beyond the bound, first at {index}: "
+            f"expected {want[index].item()}, got {got[index].item()}, bound {bound[index].item()}"
         )
 
 
@@ -121,8 +121,8 @@ def check_quantised(codes: Tensor, scale: Tensor, h: Tensor, norm: float, what: 
     e2m1(h * norm / scale).
 
     The approximate exponential leaves h known to 2**-20, and divisions by reciprocals add 2**-21: a
-    byte is right if a value this close to the exact one rounds to it. Returns the share of bytes that
-    are equal to the rounding of the exact value.
+    byte is right if a value this close to the exact one rounds to it. Returns the share of bytes
+    that are equal to the rounding of the exact value.
     """
     slack = 2.0**-19
     blocks = h.unflatten(-1, (-1, 16))

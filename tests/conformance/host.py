@@ -1,7 +1,7 @@
-"""Stand-ins for the GPU that the peers' host code asks about, and CPU tensors labelled as device memory.
+"""Stand-ins for the GPU that the peers' host code asks about.
 
-Nothing here changes a kernel: the functions answer what a B200 would answer, and a DLPack capsule of
-a CPU tensor gets the device type CUDA, because the compiled host code insists on it.
+Nothing here changes a kernel: the functions answer what a B200 would answer, and a DLPack capsule
+of a CPU tensor gets the device type CUDA, because the compiled host code insists on it.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""cuDNN frontend's grouped GEMM "quant" kernel: bf16 rows times alpha per expert and prob per row."""
+"""cuDNN frontend's grouped GEMM "quant": bf16 rows times alpha per expert and prob per row."""
 
 from collections.abc import Iterator
 

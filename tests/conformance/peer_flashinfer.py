@@ -38,12 +38,11 @@ def _pointer(tensor: torch.Tensor) -> Any:
 
 
 class _Routing:
-    """Rows permuted by expert, each expert padded to whole tiles; expanded index = token * top_k + j."""
+    """Rows permuted by expert, each padded to whole tiles; expanded index = token * top_k + j."""
 
     def __init__(
         self, generator: torch.Generator, tokens: int, top_k: int, experts: int, tile: int
     ):
-        self.top_k = top_k
         # expert 1 gets nothing
         usable = [e for e in range(experts) if e != 1 or experts == 1]
         chosen = []

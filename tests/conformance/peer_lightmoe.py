@@ -1,4 +1,4 @@
-"""LightMoE's grouped GEMM: bf16 rows, or SwiGLU and requantisation; one or two CTAs; swap-AB decode."""
+"""LightMoE's grouped GEMM: bf16 rows, or SwiGLU and requantisation; one or two CTAs."""
 
 from collections.abc import Iterator
 from typing import Any

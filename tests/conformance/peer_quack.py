@@ -1,4 +1,4 @@
-"""QuACK's block-scaled GEMM with rows of variable length per expert, scheduled by cluster launch control."""
+"""QuACK's block-scaled GEMM over ragged experts, scheduled by cluster launch control."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,8 @@
     python -m tests.conformance.run                      # every peer, 20 schedules each
     python -m tests.conformance.run --only flashinfer.l1 --schedules 3
 
-A case passes when no schedule is reported, every result is right, and (where the kernel adds in a fixed
-order) every schedule gives the same bits.
+A case passes when no schedule is reported, every result is right, and (where the kernel adds in a
+fixed order) every schedule gives the same bits.
 """
 
 import argparse

@@ -6,7 +6,6 @@ It is made to be broken: barriers are bare mbarriers, each wait, arrival, fence 
 its own line behind a name, and `omit=NAME` compiles the kernel without that line.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -76,8 +75,8 @@ class Nvfp4Gemm:
     | acc_full  | 1        | commit of the MMA issuer, multicast over its pair           |
     | acc_empty | 4 * ctas | one arrival per epilogue warp, at the leader                |
 
-    `pair` uses cta_group::2 (M = 256 over two CTAs). `cluster_m` > CTAs per MMA multicasts B and its
-    scales over the cluster. `omit` names one entry of OMISSIONS or PAIR_OMISSIONS.
+    `pair` uses cta_group::2 (M = 256 over two CTAs). `cluster_m` > CTAs per MMA multicasts B and
+    its scales over the cluster. `omit` names one entry of OMISSIONS or PAIR_OMISSIONS.
     """
 
     def __init__(
@@ -226,9 +225,8 @@ class Nvfp4Gemm:
 
         if warp == LOAD_WARP:
             self.load_loop(atoms, tensors, operands, bars, rank, num_tiles)
-        if warp == MMA_WARP:
-            if rank % self.ctas == 0:
-                self.mma_loop(operands, tmem, bars, rank, num_tiles)
+        if warp == MMA_WARP and rank % self.ctas == 0:
+            self.mma_loop(operands, tmem, bars, rank, num_tiles)
         if warp < EPILOGUE_WARPS:
             self.epilogue_loop(atoms[4], tensors[4], sD, tmem, bars, rank, num_tiles)
 
@@ -370,7 +368,7 @@ class Nvfp4Gemm:
 
     @cute.jit
     def mma_loop(self, operands, tmem, bars, rank, num_tiles):
-        """Scale copies and MMAs of one accumulator per N tile; commits free stages and announce it."""
+        """Scale copies and MMAs, one accumulator per N tile; commits free and announce."""
         tiler, stages = self.mma_tiler, self.num_ab_stage
         tiled_mma = self._mma(self.cta_group, tiler[0], tiler[1])
         tCrA, tCrB = tiled_mma.make_fragment_A(operands[0]), tiled_mma.make_fragment_B(operands[1])
@@ -451,7 +449,7 @@ class Nvfp4Gemm:
                 cute.copy(tmem_copy, tTR[(None, None, None, 0, i)], rAcc)
                 if i == num_steps - 1:
                     self.release_acc(acc_empty, leader, rank)
-                if cutlass.const_expr(self.has("store_read_wait")):
+                if cutlass.const_expr(self.has("store_read_wait")):  # noqa: SIM102
                     if warp == 0:
                         # one group, the other buffer's, may still be on its way
                         cute.arch.cp_async_bulk_wait_group(1, read=True)
@@ -467,7 +465,7 @@ class Nvfp4Gemm:
                 if warp == 0:
                     cute.copy(atom, tDsD[(None, buffer)], tDgD[(None, n_tile * num_steps + i)])
                     cute.arch.cp_async_bulk_commit_group()
-        if cutlass.const_expr(self.has("final_store_wait")):
+        if cutlass.const_expr(self.has("final_store_wait")):  # noqa: SIM102
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -1,4 +1,4 @@
-"""One kernel per feature: clusters, DSMEM, cp.async, bulk reductions, gather4, CLC, dependent launches."""
+"""One kernel per feature: clusters, DSMEM, cp.async, reductions, gather4, CLC, two launches."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 class ClusterGather:
     """out[block, r] = value of block r of the same cluster, read from its shared memory.
 
-    x (blocks,) int32, out (blocks, cluster). Each block publishes x[block] in its own shared memory;
+    x (blocks,) int32, out (blocks, cluster). Each block publishes x[block] in its shared memory;
     thread r reads block r's copy through a mapped address. `omit`: "arrive_wait" leaves out the
     cluster barrier before the reads, "exit_sync" the one that keeps the peers alive.
     """
@@ -232,8 +232,8 @@ class Gather4:
 class WorkStealing:
     """out[tile] += 1 for every tile of a grid, tiles taken over with clusterlaunchcontrol.
 
-    Launched as one block per tile; a running block cancels waiting ones and does their work. `omit`:
-    "wait" reads the response before it has arrived.
+    Launched as one block per tile; a running block cancels waiting ones and does their work.
+    `omit="wait"` reads the response before it has arrived.
     """
 
     def __init__(self, omit: str | None = None):
