@@ -63,8 +63,9 @@ def grouped_matmul(
     """out[r] = rows[r] @ decoded(weights[e])^T for the expert e that owns row r.
 
     rows            bf16 (R, K), expert-major
-    data, scale     uint8 (E, N, K/2) and float8_e4m3fn SWIZZLE_32_4_4 (E, N padded to 128, K/16
-                    padded to 4)
+    data, scale     uint8 (E, N, K/2), and UE4M3 bytes as uint8 in SWIZZLE_32_4_4 (E, N padded to
+                    128, K/16 padded to 4): torch's own checks of an operator cannot compute with
+                    float8
     expert_offsets  int32 (E+1,)
     out             float32 (R, N); rows past expert_offsets[E] are left unspecified
     """
@@ -193,7 +194,8 @@ def run_torch(
     expert = row_expert(plan)  # (R,)
     values, gx = stage_rows(x, topk_ids, topk_weights, plan, cfg, weights, numerics)
     torch.index_select(values, 0, token, out=x_rows)
-    grouped_matmul(x_rows, weights.l1_data, weights.l1_scale, plan.expert_offsets, gate_up)
+    l1_scale, l2_scale = (s.view(torch.uint8) for s in (weights.l1_scale, weights.l2_scale))
+    grouped_matmul(x_rows, weights.l1_data, l1_scale, plan.expert_offsets, gate_up)
     step = cfg.projections
     parts = []
     for p in range(step):
@@ -203,7 +205,7 @@ def run_torch(
     gh = None if weights.gh is None else weights.gh[expert]
     values, gh = stage_hidden_rows(h, gh, numerics)
     h_rows.copy_(values)
-    grouped_matmul(h_rows, weights.l2_data, weights.l2_scale, plan.expert_offsets, down)
+    grouped_matmul(h_rows, weights.l2_data, l2_scale, plan.expert_offsets, down)
     alpha = weights.g2[expert] if gh is None else gh * weights.g2[expert]  # (R,)
     o = down * alpha.unsqueeze(-1)
     o = (o if weights.b2 is None else o + weights.b2[expert]).bfloat16()

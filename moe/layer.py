@@ -161,16 +161,26 @@ class MoE(nn.Module):
         Weights are used as given: no scaling factor, no shared expert.
         """
         flat = self._check_input(x)
-        ids, weights = topk_ids.flatten(0, -2), topk_weights.flatten(0, -2)
-        check_routing(ids, weights)
-        if ids.shape != (flat.shape[0], self.cfg.top_k):
-            raise ValueError(
-                f"topk_ids must be ({flat.shape[0]}, {self.cfg.top_k}) for x {tuple(x.shape)}, got "
-                f"{tuple(topk_ids.shape)}"
-            )
-        if ids.device != flat.device:
-            raise ValueError(f"topk_ids are on {ids.device}, x on {flat.device}")
+        ids, weights = self._check_ids(flat, topk_ids, topk_weights)
         return self._run(flat, ids, weights, None).reshape(x.shape)
+
+    def _check_ids(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Routing of the caller for x (T, H) as (T, top_k), or an error that says what is wrong."""
+        if min(ids.dim(), weights.dim()) < 2 or ids.shape != weights.shape:
+            raise ValueError(
+                f"topk_ids and topk_weights must both be (T, {self.cfg.top_k}) or (B, S, "
+                f"{self.cfg.top_k}), got {tuple(ids.shape)} and {tuple(weights.shape)}"
+            )
+        flat_ids, flat_weights = ids.flatten(0, -2), weights.flatten(0, -2)
+        check_routing(flat_ids, flat_weights)
+        if flat_ids.shape != (x.shape[0], self.cfg.top_k):
+            raise ValueError(
+                f"topk_ids must be ({x.shape[0]}, {self.cfg.top_k}) for {x.shape[0]} tokens, got "
+                f"{tuple(ids.shape)}"
+            )
+        if ids.device != x.device:
+            raise ValueError(f"topk_ids are on {ids.device}, x on {x.device}")
+        return flat_ids, flat_weights
 
     def _check_input(self, x: Tensor) -> Tensor:
         hidden = self.cfg.hidden
@@ -188,6 +198,11 @@ class MoE(nn.Module):
         return x.flatten(0, -2)
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        if self.gx is None and self.numerics.activation_scale == "static":
+            raise ValueError(
+                "activation_scale='static' needs a scale of x: the weights have no gx (a "
+                "checkpoint's input_scale); call calibrate(x) first or choose 'per_token'"
+            )
         if self.backend == "reference":
             numerics = (self.numerics.activations, self.numerics.activation_scale)
             return reference.experts(
@@ -239,7 +254,7 @@ class MoE(nn.Module):
             logits = router_logits(flat, self.router_weight, self.router_bias)
             ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
         else:
-            ids, weights = routing
+            ids, weights = self._check_ids(flat, *routing)
         stages = reference.experts(
             flat, ids, weights, self.cfg, self.weights, self.numerics.activations
         )
