@@ -54,13 +54,15 @@ def target(warp: Any, addr: int, size: int = 1, align: int = 1) -> tuple[Any, in
     cta = ctas[rank]
     if offset + size > cta.shared.size:
         raise OutOfBounds(
-            f"shared [{offset:#x}, {offset + size:#x}) of rank {rank} leaves the window of {cta.shared.size:#x} bytes"
+            f"shared [{offset:#x}, {offset + size:#x}) of rank {rank} leaves the window of "
+            f"{cta.shared.size:#x} bytes"
         )
     if offset % align:
         raise Misaligned(f"shared address {offset:#x} must be a multiple of {align}")
     if cta.warps_left == 0:
         raise SharedRace(
-            f"access to shared memory of cluster rank {rank}, whose CTA has ended: the cluster synchronisation before exit is missing"
+            f"access to shared memory of cluster rank {rank}, whose CTA has ended: the cluster "
+            "synchronisation before exit is missing"
         )
     return cta, offset
 
@@ -68,7 +70,8 @@ def target(warp: Any, addr: int, size: int = 1, align: int = 1) -> tuple[Any, in
 def once(warp: Any, operands: list[Any], mask: np.ndarray) -> list[int]:
     """Lanes that stand for the operation: one per distinct tuple of operands.
 
-    Bulk copies and tcgen05 operations are issued through the uniform data path: a warp whose active lanes agree
+    Bulk copies and tcgen05 operations are issued through the uniform data path: a warp whose
+    active lanes agree
     issues one operation.
     """
     lanes = np.flatnonzero(mask)

@@ -13,7 +13,8 @@ from typing import Any
 class AsyncOp:
     """One asynchronous operation between issue and completion.
 
-    `agent` names the unit for traces; ops with the same `pipe` complete in order, those without one in any order.
+    `agent` names the unit for traces; ops with the same `pipe` complete in order, those without
+    one in any order.
     `run` performs the effect and the completion. `origin` is (warp, instr) for error messages.
     """
 

@@ -1,4 +1,5 @@
-"""cp.async with its groups, cp.async.bulk and cp.reduce.async.bulk with bulk groups, st.async and red.async."""
+"""cp.async with its groups, cp.async.bulk and cp.reduce.async.bulk with bulk groups, st.async and
+red.async."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import numpy as np
 from .access import address, lead, need, once, target, threads, value
 from .asyncops import AsyncOp
 from .checks import (
-    ByteSet, OutOfBounds, SharedOverwrite, UnsupportedInstruction, check_async_access, check_initialised, pack_writer,
+    ByteSet,
+    OutOfBounds,
+    SharedOverwrite,
+    UnsupportedInstruction,
+    check_async_access,
+    check_initialised,
+    pack_writer,
 )  # fmt: skip
 from .sync import barrier_at, find_barrier
 from .wait import Blocked, Signal
@@ -30,7 +37,8 @@ class Transfer:
 
 @dataclass
 class BulkGroups:
-    """cp.async.bulk groups of one thread: transfers not yet committed, and the committed groups in order."""
+    """cp.async.bulk groups of one thread: transfers not yet committed, and the committed groups in
+    order."""
 
     open: list[Transfer] = field(default_factory=list)
     groups: list[list[Transfer]] = field(default_factory=list)
@@ -76,11 +84,12 @@ def find_global(sim: Any, addr: int, size: int, write: bool, what: str) -> np.nd
         raise
     except Exception as error:
         raise OutOfBounds(
-            f"{what} touches global memory [{addr:#x}, {addr + size:#x}), which is in no live allocation: {error}"
+            f"{what} touches global memory [{addr:#x}, {addr + size:#x}), which is in no live "
+            f"allocation: {error}"
         ) from None
 
 
-# ---- bulk groups ----------------------------------------------------------------------------------------------------
+# ---- bulk groups ---------------------------------------------------------------------------------
 
 
 def commit_group(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
@@ -109,7 +118,8 @@ def wait_group(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
 
 
 def reading(sim: Any, warp: Any, instr: Any, lane: int, source: ByteSet, what: str) -> Transfer:
-    """Marks shared bytes as read by a new bulk-group transfer of `lane`, which stays until the thread waits."""
+    """Marks shared bytes as read by a new bulk-group transfer of `lane`, which stays until the
+    thread waits."""
     cta = warp.cta
     check_async_access(sim, cta, source, what, False)
     source.add(cta.shared.async_reads, 1)
@@ -123,10 +133,11 @@ def finished(warp: Any, lane: int, transfer: Transfer) -> None:
     groups_of(warp, lane).signal.notify()
 
 
-# ---- reductions -----------------------------------------------------------------------------------------------------
+# ---- reductions ----------------------------------------------------------------------------------
 
 _REDUCE_TYPES = {
-    "f16": np.float16, "f32": np.float32, "f64": np.float64, "u32": np.uint32, "s32": np.int32, "u64": np.uint64, "s64": np.int64,
+    "f16": np.float16, "f32": np.float32, "f64": np.float64, "u32": np.uint32, "s32": np.int32,
+    "u64": np.uint64, "s64": np.int64,
     "b32": np.uint32, "b64": np.uint64,
 }  # fmt: skip
 
@@ -138,7 +149,8 @@ def _to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def reduce_into(dest: np.ndarray, source: np.ndarray, op: str, kind: str) -> None:
-    """dest = op(dest, source), both uint8, elements of `kind`; floats round to nearest even once per element."""
+    """dest = op(dest, source), both uint8, elements of `kind`; floats round to nearest even once
+    per element."""
     source = np.ascontiguousarray(source).reshape(-1)
     if kind == "bf16":
         a = (dest.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -178,7 +190,7 @@ def reduction_of(instr: Any) -> str:
     return found
 
 
-# ---- cp.async.bulk --------------------------------------------------------------------------------------------------
+# ---- cp.async.bulk -------------------------------------------------------------------------------
 
 
 def _shared(addr: int) -> int:
@@ -249,7 +261,8 @@ def put_async(cta: Any, part: ByteSet, data: np.ndarray) -> None:
     shared = cta.shared
     if cta.warps_left == 0:
         raise OutOfBounds(
-            f"an asynchronous copy writes into the shared memory of cluster rank {cta.rank}, whose CTA has ended"
+            f"an asynchronous copy writes into the shared memory of cluster rank {cta.rank}, whose "
+            "CTA has ended"
         )
     part.put(shared.data, data)
     part.put(shared.init, 1)
@@ -285,7 +298,8 @@ def _to_global(sim: Any, warp: Any, instr: Any, lane: int, size: int) -> None:
 
 
 def _to_shared(sim: Any, warp: Any, instr: Any, lane: int, size: int) -> None:
-    """Shared memory of this CTA to that of any CTA of the cluster, signalled on an mbarrier next to the destination."""
+    """Shared memory of this CTA to that of any CTA of the cluster, signalled on an mbarrier next
+    to the destination."""
     dst, src, _, bar = (
         address(warp, o, lane) if i != 2 else 0 for i, o in enumerate(instr.operands[:4])
     )
@@ -317,12 +331,13 @@ def _to_shared(sim: Any, warp: Any, instr: Any, lane: int, size: int) -> None:
     sim.async_ops.add(AsyncOp("tma", run, (warp, instr), label="bulk shared"))
 
 
-# ---- cp.async -------------------------------------------------------------------------------------------------------
+# ---- cp.async ------------------------------------------------------------------------------------
 
 
 @dataclass
 class CopyGroups:
-    """cp.async operations of a warp, in issue order: [(lanes, operation), ...], and the committed groups."""
+    """cp.async operations of a warp, in issue order: [(lanes, operation), ...], and the committed
+    groups."""
 
     open: list[tuple[np.ndarray, Transfer]] = field(default_factory=list)
     groups: list[tuple[np.ndarray, list[Transfer]]] = field(default_factory=list)
@@ -350,7 +365,8 @@ def copies_of(warp: Any) -> CopyGroups:
 
 
 def cp_async(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """Per-lane copy of 4, 8 or 16 bytes; the part beyond src-size, or all of it with ignore-src, becomes zeros."""
+    """Per-lane copy of 4, 8 or 16 bytes; the part beyond src-size, or all of it with ignore-src,
+    becomes zeros."""
     dst_op, src_op, size_op, *rest = instr.operands
     if "L2::cache_hint" in instr.mods:
         rest = rest[:-1]
@@ -377,7 +393,8 @@ def cp_async(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
         need(cta is warp.cta, "cp.async writes the CTA's own shared memory only")
         need(
             int(frm) % size == 0,
-            f"cp.async: global address {int(frm):#x} of lane {int(lane)} is not a multiple of {size}",
+            f"cp.async: global address {int(frm):#x} of lane {int(lane)} is not a multiple of "
+            f"{size}",
         )
         offsets.append(offset)
     index = np.array(offsets)[:, None] + np.arange(size)[None]
@@ -431,7 +448,8 @@ def cp_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
 def cp_arrive(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     """cp.async.mbarrier.arrive{.noinc}: every lane arrives when all its earlier cp.async are done.
 
-    Without .noinc the pending count first grows by one, so that the arrival has no net effect on the count.
+    Without .noinc the pending count first grows by one, so that the arrival has no net effect on
+    the count.
     """
     lanes = np.flatnonzero(mask)
     addresses = np.asarray(warp.read(instr.operands[0]))[lanes]
@@ -451,7 +469,7 @@ def cp_arrive(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     sim.async_ops.add_after(op, lambda: all(t.done for t in before))
 
 
-# ---- st.async, red.async --------------------------------------------------------------------------------------------
+# ---- st.async, red.async -------------------------------------------------------------------------
 
 _BYTES = {
     "b32": 4,
@@ -468,7 +486,8 @@ _BYTES = {
 
 
 def st_async(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """One small asynchronous store per lane, signalled with its bytes on an mbarrier of the destination CTA."""
+    """One small asynchronous store per lane, signalled with its bytes on an mbarrier of the
+    destination CTA."""
     if "mbarrier::complete_tx::bytes" not in instr.mods:
         raise UnsupportedInstruction(f"form of {instr.opcode} is not modelled")
     dst_op, value_op, bar_op = instr.operands

@@ -1,8 +1,11 @@
 """Errors of the simulator, which of its checks are on, and the shadow-state rules of shared memory.
 
-Every error names kernel, CTA, warp, lane, PTX line and text, and the source line when the PTX has line info.
-The proxy rule: a generic write is visible to the async proxy once its own thread, or a thread that synchronised
-after the write, has executed fence.proxy.async (PTX memory model: a proxy fence along the causality path).
+Every error names kernel, CTA, warp, lane, PTX line and text, and the source line when the PTX has
+line info.
+The proxy rule: a generic write is visible to the async proxy once its own thread, or a thread that
+synchronised
+after the write, has executed fence.proxy.async (PTX memory model: a proxy fence along the
+causality path).
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Checks:
-    """One switch per check; `Checks.none()` turns all of them off (misuse that hangs still deadlocks)."""
+    """One switch per check; `Checks.none()` turns all of them off (misuse that hangs still
+    deadlocks)."""
 
     uninitialised: bool = True  # reads of shared memory or TMEM never written
     proxy_fence: bool = True  # generic write seen by the async proxy without a fence between
@@ -37,7 +41,8 @@ class Checks:
 class SimError(Exception):
     """Base of everything that a simulated kernel can do wrong.
 
-    Attributes `kernel, cta, warp, lane, line, text, source` are None until known; `args[0]` is the bare message.
+    Attributes `kernel, cta, warp, lane, line, text, source` are None until known; `args[0]` is the
+    bare message.
     """
 
     kernel: str | None = None
@@ -148,10 +153,13 @@ _EPOCH_SHIFT, _PC_SHIFT, _TID_MASK, _EPOCH_MASK = 11, 40, 0x7FF, (1 << 29) - 1
 
 
 class FenceState:
-    """Per-CTA record of who fenced when; together with `SharedMemory.writer` it decides which bytes are dirty.
+    """Per-CTA record of who fenced when; together with `SharedMemory.writer` it decides which
+    bytes are dirty.
 
-    Epochs count the host instructions of a launch. `fenced[t + 1]` is the epoch of the last fence.proxy.async of
-    thread t, `synced[t + 1]` that of its last completed wait on any barrier. A fence also covers the writes of other
+    Epochs count the host instructions of a launch. `fenced[t + 1]` is the epoch of the last
+    fence.proxy.async of
+    thread t, `synced[t + 1]` that of its last completed wait on any barrier. A fence also covers
+    the writes of other
     threads that precede the fencing thread's last synchronisation (`cleared`).
     """
 
@@ -165,7 +173,8 @@ class FenceState:
         self.synced[threads] = epoch
 
     def fence(self, threads: np.ndarray, epoch: int) -> int:
-        """fence.proxy.async of `threads` at `epoch`; returns the epoch up to which other threads' writes are covered.
+        """fence.proxy.async of `threads` at `epoch`; returns the epoch up to which other threads'
+        writes are covered.
 
         The fence of one lane is taken to cover its whole warp, whose lanes run together here."""
         for first in set((threads - 1) // 32 * 32 + 1):
@@ -175,7 +184,8 @@ class FenceState:
         return covered
 
     def dirty(self, writer: np.ndarray) -> np.ndarray:
-        """bool mask of the entries of `SharedMemory.writer` that the async proxy may not see yet."""
+        """bool mask of the entries of `SharedMemory.writer` that the async proxy may not see
+        yet."""
         epoch = ((writer >> np.uint64(_EPOCH_SHIFT)) & np.uint64(_EPOCH_MASK)).astype(np.int64)
         thread = (writer & np.uint64(_TID_MASK)).astype(np.int64)
         return (writer != 0) & (epoch > self.cleared) & (epoch > self.fenced[thread])
@@ -189,7 +199,8 @@ def pack_writer(pc: int, epoch: int, thread: int | np.ndarray) -> Any:
 
 
 class ByteSet:
-    """A set of bytes of one shared window, as a slice or as 16-byte chunk indices; views shadow arrays."""
+    """A set of bytes of one shared window, as a slice or as 16-byte chunk indices; views shadow
+    arrays."""
 
     __slots__ = ("chunks", "hi", "lo")
 
@@ -197,7 +208,8 @@ class ByteSet:
         self.lo, self.hi, self.chunks = lo, hi, chunks
 
     def get(self, array: np.ndarray) -> np.ndarray:
-        """The elements of a per-byte `array`: (n,) for a slice, (chunks..., 16) for chunks; a copy for chunks."""
+        """The elements of a per-byte `array`: (n,) for a slice, (chunks..., 16) for chunks; a copy
+        for chunks."""
         if self.chunks is None:
             return array[self.lo : self.hi]
         return array.reshape(-1, 16)[self.chunks]
@@ -209,7 +221,8 @@ class ByteSet:
             array.reshape(-1, 16)[self.chunks] = value
 
     def add(self, array: np.ndarray, value: int) -> None:
-        """Adds to every byte; chunks are distinct by construction. Wraps modulo 2**16, so -1 undoes +1."""
+        """Adds to every byte; chunks are distinct by construction. Wraps modulo 2**16, so -1
+        undoes +1."""
         delta = array.dtype.type(value & 0xFFFF)
         if self.chunks is None:
             array[self.lo : self.hi] += delta
@@ -243,15 +256,18 @@ def check_async_access(sim: Any, cta: Any, where: ByteSet, what: str, write: boo
         busy = where.get(shared.async_reads)
         if busy.any():
             raise SharedOverwrite(
-                f"{what} overwrites shared memory at {where.first(busy != 0):#x} which an MMA or a bulk store that has not been "
-                "waited for may still read: the consumer's release (or commit, or wait_group.read) is missing or comes too late"
+                f"{what} overwrites shared memory at {where.first(busy != 0):#x} which an MMA or a "
+                "bulk store that has not been "
+                "waited for may still read: the consumer's release (or commit, or wait_group.read) "
+                "is missing or comes too late"
             )
     if checks.shared_race:
         busy = where.get(shared.async_writes)
         if busy.any():
             verb = "overwrites" if write else "reads"
             raise SharedRace(
-                f"{what} {verb} shared memory at {where.first(busy != 0):#x} while an asynchronous copy may be writing it: "
+                f"{what} {verb} shared memory at {where.first(busy != 0):#x} while an asynchronous "
+                "copy may be writing it: "
                 "the wait for that copy's mbarrier is missing or uses the wrong parity"
             )
 
@@ -272,8 +288,10 @@ def _proxy_error(
         line = f", PTX line {instrs[pc].line}: {instrs[pc].text}"
     verb = "writes" if write else "reads"
     return MissingProxyFence(
-        f"{what} {verb} shared memory at {where.first(bad):#x} through the async proxy, but it was written through the generic "
-        f"proxy by {by}{line} and no fence.proxy.async of that thread, or of one that synchronised with it, follows the write"
+        f"{what} {verb} shared memory at {where.first(bad):#x} through the async proxy, but it was "
+        "written through the generic "
+        f"proxy by {by}{line} and no fence.proxy.async of that thread, or of one that synchronised "
+        "with it, follows the write"
     )
 
 
@@ -283,5 +301,6 @@ def check_initialised(sim: Any, cta: Any, where: ByteSet, what: str) -> None:
         init = where.get(cta.shared.init)
         if not init.all():
             raise UninitialisedRead(
-                f"{what} reads shared memory at {where.first(init == 0):#x} (cluster rank {cta.rank}) which was never written"
+                f"{what} reads shared memory at {where.first(init == 0):#x} (cluster rank "
+                f"{cta.rank}) which was never written"
             )

@@ -21,7 +21,8 @@ _PLAIN_FENCES = {"acq_rel", "sc", "acquire", "release", "mbarrier_init", "proxy"
 
 
 def nothing(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """Instructions without a functional effect: prefetches, hints, register budgets, ordering of a sequential machine."""
+    """Instructions without a functional effect: prefetches, hints, register budgets, ordering of a
+    sequential machine."""
 
 
 def fence_proxy(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
@@ -55,7 +56,8 @@ def acquire_map(sim: Any, warp: Any, addr: int) -> None:
 
 
 def check_map_acquired(sim: Any, warp: Any, addr: int) -> None:
-    """Raises MissingProxyFence for a tensor map changed on the device and not acquired since by this CTA."""
+    """Raises MissingProxyFence for a tensor map changed on the device and not acquired since by
+    this CTA."""
     version = sim.changed_maps.get(addr)
     if (
         version is not None
@@ -63,7 +65,8 @@ def check_map_acquired(sim: Any, warp: Any, addr: int) -> None:
         and warp.cta.acquired_maps.get(addr) != version
     ):
         raise MissingProxyFence(
-            f"the tensor map at {addr:#x} was changed by this or another kernel on the device and this CTA has not executed "
+            f"the tensor map at {addr:#x} was changed by this or another kernel on the device and "
+            "this CTA has not executed "
             "fence.proxy.tensormap::generic.acquire on it since"
         )
 
@@ -75,7 +78,8 @@ def fence(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
 
 
 def griddep_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """The launches before this one have completed: they ran to their end before it began (see README, limits)."""
+    """The launches before this one have completed: they ran to their end before it began (see
+    README, limits)."""
     warp.cta.waited_grid = True
     warp.cta.launch.waited_grid = True
 
@@ -98,13 +102,16 @@ def setmaxnreg(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     )
 
 
-# ---- clusterlaunchcontrol -------------------------------------------------------------------------------------------
-# the opaque answer: word 0 = 1 + x of the first CTA (0: not cancelled), words 1, 2 = y, z, word 3 = a marker
+# ---- clusterlaunchcontrol
+# -------------------------------------------------------------------------------------------
+# the opaque answer: word 0 = 1 + x of the first CTA (0: not cancelled), words 1, 2 = y, z, word 3
+# = a marker
 _ANSWER_MARK = 0x434C4331
 
 
 def try_cancel(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """Asks for a cluster that has not started; the answer is written asynchronously and counts 16 bytes."""
+    """Asks for a cluster that has not started; the answer is written asynchronously and counts 16
+    bytes."""
     lane = lead(mask)
     where, barrier = (address(warp, o, lane) for o in instr.operands[:2])
     cta, offset = target(warp, where, 16, 16)
@@ -145,7 +152,8 @@ def query_cancel(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     marked = (high >> shift) == _ANSWER_MARK
     need(
         bool(marked[mask].all()),
-        "the operand is no answer of clusterlaunchcontrol.try_cancel (not loaded, or not waited for)",
+        "the operand is no answer of clusterlaunchcontrol.try_cancel (not loaded, or not waited "
+        "for)",
     )
     x, y, z = low & mask32, low >> shift, high & mask32
     what = instr.mods[1]

@@ -2,11 +2,14 @@
 
 Counts are exact for the executed schedule; only waits depend on it. Names:
     instructions         warp instructions executed
-    mma, macs            tcgen05.mma operations and multiply-accumulates (M * N * K, once per operation)
-    tma_loads            tensor loads; tma_load_bytes once per load, tma_fill_bytes once per destination CTA
+    mma, macs            tcgen05.mma operations and multiply-accumulates (M * N * K, once per
+    operation)
+    tma_loads            tensor loads; tma_load_bytes once per load, tma_fill_bytes once per
+    destination CTA
     tma_stores, tma_store_bytes, bulk_load_bytes, bulk_store_bytes, cp_async_bytes
     tmem_load_bytes, tmem_copy_bytes
-    global_load_bytes, global_store_bytes, shared_load_bytes, shared_store_bytes    ordinary loads and stores
+    global_load_bytes, global_store_bytes, shared_load_bytes, shared_store_bytes    ordinary loads
+    and stores
     waits                times a warp blocked, by mnemonic in `waits_by`
 """
 

@@ -1,6 +1,7 @@
 """Shared-memory matrix descriptors, instruction descriptors and the element formats of tcgen05.
 
-Formulas: PTX ISA 9.1, 9.7.16.3-9.7.16.4. All positions are handled as indices of 16-byte chunks of the CTA's window.
+Formulas: PTX ISA 9.1, 9.7.16.3-9.7.16.4. All positions are handled as indices of 16-byte chunks of
+the CTA's window.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class SmemDescriptor:
         )
         need(
             raw >> 49 & 7 == 0,
-            f"matrix descriptor {raw:#018x}: a base offset is not modelled, align the pattern to its period",
+            f"matrix descriptor {raw:#018x}: a base offset is not modelled, align the pattern to "
+            "its period",
         )
         need(
             raw >> 52 & 1 == 0,
-            f"matrix descriptor {raw:#018x}: the absolute leading-dimension mode does not exist on sm_100",
+            f"matrix descriptor {raw:#018x}: the absolute leading-dimension mode does not exist on "
+            "sm_100",
         )
         return cls(
             (raw & 0x3FFF) << 4, (raw >> 16 & 0x3FFF) << 4, (raw >> 32 & 0x3FFF) << 4, layout
@@ -83,11 +86,13 @@ def _mn_major(desc: SmemDescriptor, chunks: int, k: int) -> np.ndarray:
     return swizzle(desc.start + where, desc.layout) >> 4
 
 
-# ---- element formats ------------------------------------------------------------------------------------------------
+# ---- element formats
+# ------------------------------------------------------------------------------------------------
 
 
 def _float_table(exponent: int, mantissa: int, special: str = "") -> np.ndarray:
-    """float64 values of all codes of a sign-exponent-mantissa format; `special`: "" none, "nan" all-ones, "ieee"."""
+    """float64 values of all codes of a sign-exponent-mantissa format; `special`: "" none, "nan"
+    all-ones, "ieee"."""
     codes = np.arange(1 << (1 + exponent + mantissa))
     sign = np.where(codes >> (exponent + mantissa) & 1, -1.0, 1.0)
     e, m = codes >> mantissa & ((1 << exponent) - 1), codes & ((1 << mantissa) - 1)
@@ -115,7 +120,8 @@ _E2M1_PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], 1
 def decode_rows(raw: np.ndarray, fmt: str) -> np.ndarray:
     """uint8 (rows, bytes) of K-major operand memory -> float64 (rows, elements).
 
-    `fmt`: "e2m1" packed; "e2m1_p64" 16 codes in 8 of 16 bytes; "e2m3", "e3m2" 16 codes in 12 of 16 bytes; "e4m3",
+    `fmt`: "e2m1" packed; "e2m1_p64" 16 codes in 8 of 16 bytes; "e2m3", "e3m2" 16 codes in 12 of 16
+    bytes; "e4m3",
     "e5m2"; "f16", "bf16", "tf32".
     """
     rows = raw.shape[0]

@@ -24,14 +24,16 @@ TABLE: MappingProxyType[str, Handler] = MappingProxyType(
     }  # fmt: skip
 )
 _BASES = frozenset(
-    ("mbarrier", "bar", "barrier", "fence", "membar", "griddepcontrol", "clusterlaunchcontrol", "nanosleep", "setmaxnreg", "prefetch",
+    ("mbarrier", "bar", "barrier", "fence", "membar", "griddepcontrol", "clusterlaunchcontrol",
+    "nanosleep", "setmaxnreg", "prefetch",
      "prefetchu", "applypriority", "discard", "tensormap", "tcgen05")
 )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def is_host(base: str, mods: tuple[str, ...]) -> bool:
-    """True for instructions that synchronise or start asynchronous work; the interpreter core does the others."""
+    """True for instructions that synchronise or start asynchronous work; the interpreter core does
+    the others."""
     if base in ("cp", "st", "red"):
         return "async" in mods
     if base == "bar" and mods[:1] == ("warp",):

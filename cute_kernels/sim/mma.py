@@ -1,8 +1,12 @@
-"""tcgen05.mma: D (TMEM) = A (shared memory or TMEM) x B (shared memory) [+ D], with block scales from TMEM.
+"""tcgen05.mma: D (TMEM) = A (shared memory or TMEM) x B (shared memory) [+ D], with block scales
+from TMEM.
 
-The operation is issued, checked and marked when the instruction executes; it reads its operands and writes D when its
-pipe's turn comes, at the latest before the arrival of the commit that covers it. Products and the sum over one
-instruction's K are formed in float64, then added to the fp32 accumulator with one rounding (simulator.md, Numerics).
+The operation is issued, checked and marked when the instruction executes; it reads its operands
+and writes D when its
+pipe's turn comes, at the latest before the arrival of the commit that covers it. Products and the
+sum over one
+instruction's K are formed in float64, then added to the fp32 accumulator with one rounding
+(simulator.md, Numerics).
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ _BLOCK = {"mxf8f6f4": 32, "mxf4": 32, "mxf4nvf4": 0}
 class Share:
     """What one CTA of the group contributes and receives.
 
-    a: bytes of its A rows, or None when A is in TMEM; b: bytes of its B rows; d: TMEM rectangles of its part of D.
+    a: bytes of its A rows, or None when A is in TMEM; b: bytes of its B rows; d: TMEM rectangles
+    of its part of D.
     """
 
     cta: Any
@@ -238,7 +243,7 @@ def _disabled_lanes(warp: Any, vector: Any, lane: int) -> np.ndarray | None:
     return bits if bits.any() else None
 
 
-# ---- execution ------------------------------------------------------------------------------------------------------
+# ---- execution -----------------------------------------------------------------------------------
 
 
 def execute(sim: Any, op: Mma) -> None:
@@ -293,7 +298,8 @@ def _tmem_operand(sim: Any, op: Mma, tmem: Tmem) -> np.ndarray:
 
 
 def scale_factors(sim: Any, tmem: Tmem, op: Mma, column: int, rows: int, sid: int) -> np.ndarray:
-    """float64 (rows, k): the factor of every element; row r sits in column r / 32, lane r % 32, of all four partitions."""
+    """float64 (rows, k): the factor of every element; row r sits in column r / 32, lane r % 32, of
+    all four partitions."""
     columns = -(-rows // 32)
     area = Region(0, 128, column, columns)
     cells = tmem.data[area.index]

@@ -19,7 +19,8 @@ def describe(scheduler: Any) -> str:
     for op in pending[:_MOST]:
         warp, instr = op.origin
         lines.append(
-            f"  {op.agent} {op.label} of warp {warp.warp_id}, PTX line {instr.line}: {instr.text[:100]}"
+            f"  {op.agent} {op.label} of warp {warp.warp_id}, PTX line {instr.line}: "
+            f"{instr.text[:100]}"
         )
     return "\n".join(lines)
 
@@ -59,6 +60,7 @@ def _warp(warp: Any) -> str:
         lanes = int(p.mask.sum())
         where = f" source {p.instr.source[0]}:{p.instr.source[1]}" if p.instr.source else ""
         parts.append(
-            f"{lanes} lanes at PTX line {p.instr.line}{where}: {p.instr.text[:90]} | waits for {p.blocked.why}"
+            f"{lanes} lanes at PTX line {p.instr.line}{where}: {p.instr.text[:90]} | waits for "
+            f"{p.blocked.why}"
         )
     return head + "; ".join(parts)

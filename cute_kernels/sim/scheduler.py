@@ -1,8 +1,11 @@
 """Decides what happens next: which warp runs for how long, which asynchronous operation completes.
 
-Three policies. `lazy`: warps run as long as any can, an asynchronous operation only when nothing else can go on
-(deterministic, oldest first). `eager`: operations complete as soon as they are issued. `random`: a seeded mix of both,
-with random quanta and unequal warp speeds. Blocked warps are scheduler states; nothing ever spins on a barrier.
+Three policies. `lazy`: warps run as long as any can, an asynchronous operation only when nothing
+else can go on
+(deterministic, oldest first). `eager`: operations complete as soon as they are issued. `random`: a
+seeded mix of both,
+with random quanta and unequal warp speeds. Blocked warps are scheduler states; nothing ever spins
+on a barrier.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ QUANTUM, HOST, EXITED, STALLED = 0, 1, 2, 3  # results of Warp.run
 class Policy:
     """Schedule by name ("lazy", "eager", "random") and seed.
 
-    `random` draws a temperament from the seed: how often asynchronous work goes first, and the speed of each warp, so
+    `random` draws a temperament from the seed: how often asynchronous work goes first, and the
+    speed of each warp, so
     that some seeds starve the copies and others starve a warp role.
     """
 
@@ -88,7 +92,8 @@ class WarpAgent:
 
 
 def first_use(instrs: list[Any], load: Any) -> int:
-    """Index of the first instruction after `load` in the text that reads one of its result registers, or -1."""
+    """Index of the first instruction after `load` in the text that reads one of its result
+    registers, or -1."""
     result = load.operands[0]
     names = {r.id for r in getattr(result, "items", (result,)) if hasattr(r, "id")}
     for instr in instrs[load.index + 1 :]:
@@ -120,7 +125,8 @@ def _registers(operand: Any) -> list[int]:
 
 
 class Scheduler:
-    """Runs one launch to its end. `sim` gives policy, checks, counters, trace; `launch` the clusters."""
+    """Runs one launch to its end. `sim` gives policy, checks, counters, trace; `launch` the
+    clusters."""
 
     def __init__(self, sim: Any, launch: Any) -> None:
         self.sim, self.launch = sim, launch
@@ -138,10 +144,11 @@ class Scheduler:
         launch.epoch = getattr(launch, "epoch", 0)
         launch.load_uses = {}
 
-    # ---- setting up -------------------------------------------------------------------------------------------
+    # ---- setting up ------------------------------------------------------------------------------
 
     def add_cluster(self, cluster: Any) -> None:
-        """Gives a new cluster its barriers, TMEM and per-warp state, and makes its warps runnable."""
+        """Gives a new cluster its barriers, TMEM and per-warp state, and makes its warps
+        runnable."""
         cluster.barrier = ClusterBarrier()
         self.clusters.append(cluster)
         for cta in cluster.ctas:
@@ -168,13 +175,14 @@ class Scheduler:
             started = True
         return started
 
-    # ---- the loop ---------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Runs until every warp has exited and every operation has completed.
 
         Raises:
-            SimError: whatever the kernel did wrong, with its place; Deadlock and Livelock with a full report.
+            SimError: whatever the kernel did wrong, with its place; Deadlock and Livelock with a
+            full report.
         """
         self.sim.scheduler = self
         self._refill()
@@ -231,7 +239,8 @@ class Scheduler:
         return True
 
     def run_warp(self, warp: Any, quantum: int) -> None:
-        """Runs a warp until its quantum ends, it blocks or exits; host instructions are executed on the way."""
+        """Runs a warp until its quantum ends, it blocks or exits; host instructions are executed
+        on the way."""
         agent = warp.agent
         stop_at_host = self.policy.name != "lazy"
         trace = self.sim.trace
@@ -263,9 +272,11 @@ class Scheduler:
                 return
 
     def _used(self, load: Any, now: Any) -> bool:
-        """True if a register that the tcgen05.ld `load` wrote is read between it and `now` in the text.
+        """True if a register that the tcgen05.ld `load` wrote is read between it and `now` in the
+        text.
 
-        ptxas makes that read wait for the whole load, so the load is over even without tcgen05.wait::ld.
+        ptxas makes that read wait for the whole load, so the load is over even without
+        tcgen05.wait::ld.
         """
         uses = self.launch.load_uses
         first = uses.get(load.index)
@@ -277,8 +288,8 @@ class Scheduler:
         self._idle_quanta += 1
         if self._idle_quanta > self.max_idle_quanta:
             raise Livelock(
-                f"no warp reached a barrier, copy or exit in {self._idle_quanta} quanta: endless loop\n"
-                + report.describe(self)
+                f"no warp reached a barrier, copy or exit in {self._idle_quanta} quanta: endless "
+                "loop\n" + report.describe(self)
             )
 
     def _host(self, warp: Any) -> bool:
@@ -304,7 +315,7 @@ class Scheduler:
         self.park(warp, mask, instr, result)
         return True
 
-    # ---- blocking ---------------------------------------------------------------------------------------------
+    # ---- blocking --------------------------------------------------------------------------------
 
     def park(self, warp: Any, mask: np.ndarray, instr: Any, blocked: Blocked) -> None:
         """Takes lanes out of the race until `blocked.predicate()`."""
@@ -338,7 +349,8 @@ class Scheduler:
             self.sim.trace.wake(warp)
 
     def _stuck(self) -> None:
-        """Nothing can run: let try_waits time out if that may help, start another cluster, or report a deadlock."""
+        """Nothing can run: let try_waits time out if that may help, start another cluster, or
+        report a deadlock."""
         if self._refill():
             return
         waiting = [
@@ -373,10 +385,11 @@ class Scheduler:
                         return error.at(warp, warp.agent.parked[0].instr)
         return error
 
-    # ---- ends -------------------------------------------------------------------------------------------------
+    # ---- ends ------------------------------------------------------------------------------------
 
     def warp_exited(self, warp: Any) -> None:
-        """Bookkeeping when the last lane of a warp has exited; the CTA's checks when it was the last warp."""
+        """Bookkeeping when the last lane of a warp has exited; the CTA's checks when it was the
+        last warp."""
         agent = warp.agent
         self._sleep(warp)
         agent.done = True
@@ -405,7 +418,8 @@ class Scheduler:
             raise error.at(warp, None) from None
         cluster = cta.cluster
         if all(c.warps_left == 0 for c in cluster.ctas):
-            # operations of the cluster that nobody waited for still complete, and must find their memory
+            # operations of the cluster that nobody waited for still complete, and must find their
+            # memory
             self._drain(cluster)
             self.clusters.remove(cluster)
             self._refill()

@@ -1,4 +1,5 @@
-"""mbarrier objects and their instructions, named barriers (bar, barrier) and the cluster barrier."""
+"""mbarrier objects and their instructions, named barriers (bar, barrier) and the cluster
+barrier."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from .wait import Blocked, Signal
 
 TX_LIMIT = (1 << 20) - 1
 COUNT_LIMIT = (1 << 20) - 1
-# stands in shared memory for the opaque object, so that a stray store over a live barrier is noticed
+# stands in shared memory for the opaque object, so that a stray store over a live barrier is
+# noticed
 _MAGIC = np.frombuffer(b"\x9dmbarr\xe7\x5a", np.uint8)
 
 
 class MBarrier:
-    """State of one mbarrier: phase number, arrivals and transaction bytes still missing in the current phase."""
+    """State of one mbarrier: phase number, arrivals and transaction bytes still missing in the
+    current phase."""
 
     def __init__(self, cta: Any, offset: int, count: int) -> None:
         self.cta, self.offset = cta, offset
@@ -29,8 +32,10 @@ class MBarrier:
 
     def __str__(self) -> str:
         return (
-            f"mbarrier {self.offset:#x} of cta {tuple(int(c) for c in self.cta.coords)}: phase {self.generation} "
-            f"(parity {self.generation & 1}), {self.pending} of {self.expected} arrivals and {self.tx} bytes missing"
+            f"mbarrier {self.offset:#x} of cta {tuple(int(c) for c in self.cta.coords)}: phase "
+            f"{self.generation} "
+            f"(parity {self.generation & 1}), {self.pending} of {self.expected} arrivals and "
+            f"{self.tx} bytes missing"
         )
 
     def _error(self, text: str) -> None:
@@ -54,7 +59,8 @@ class MBarrier:
         """`count` arrivals; `drop` of them also leave the expected count of later phases."""
         if count > self.pending:
             self._error(
-                f"{count} arrivals where the phase needs only {self.pending}: too many arrivals or a wrong count at init"
+                f"{count} arrivals where the phase needs only {self.pending}: too many arrivals or "
+                "a wrong count at init"
             )
             count = self.pending
         self.expected -= drop
@@ -88,7 +94,8 @@ def barrier_at(cta: Any, offset: int) -> MBarrier:
     barrier = cta.barriers.get(offset)
     if barrier is None:
         raise BarrierError(
-            f"no mbarrier is initialised at {offset:#x} of cluster rank {cta.rank}: mbarrier.init is missing, or has not happened "
+            f"no mbarrier is initialised at {offset:#x} of cluster rank {cta.rank}: mbarrier.init "
+            "is missing, or has not happened "
             "yet (cluster or CTA synchronisation after init)"
         )
     if not (cta.shared.data[offset : offset + 8] == _MAGIC).all():
@@ -96,7 +103,8 @@ def barrier_at(cta: Any, offset: int) -> MBarrier:
     return barrier
 
 
-# ---- mbarrier instructions ------------------------------------------------------------------------------------------
+# ---- mbarrier instructions
+# ------------------------------------------------------------------------------------------
 
 
 def _groups(warp: Any, mask: np.ndarray, *operands: Any) -> list[tuple[np.ndarray, list[int]]]:
@@ -189,7 +197,8 @@ def mbarrier_pending_count(sim: Any, warp: Any, instr: Any, mask: np.ndarray) ->
 
 
 def mbarrier_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
-    """test_wait and try_wait. A try_wait that fails blocks; the scheduler may make it give up and return false."""
+    """test_wait and try_wait. A try_wait that fails blocks; the scheduler may make it give up and
+    return false."""
     result, addr, wanted = instr.operands[:3]
     parity, agent = "parity" in instr.mods, warp.agent
     done = np.zeros(32, np.uint64)
@@ -221,7 +230,8 @@ def mbarrier_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
 
 
 def _check_missed(sim: Any, agent: Any, instr: Any, barrier: MBarrier, complete: bool) -> None:
-    """A waiter that slept through a whole phase would wait for ever on hardware, or take a later phase for its own."""
+    """A waiter that slept through a whole phase would wait for ever on hardware, or take a later
+    phase for its own."""
     before = agent.waits.get(instr.index)
     if before is None or before[0] is not barrier:
         return
@@ -229,7 +239,8 @@ def _check_missed(sim: Any, agent: Any, instr: Any, barrier: MBarrier, complete:
         del agent.waits[instr.index]
     if sim.checks.mbarrier and barrier.generation >= before[1] + 2:
         raise BarrierError(
-            f"a waiter missed a phase: the barrier went from phase {before[1]} to {barrier.generation} before the warp looked again; "
+            f"a waiter missed a phase: the barrier went from phase {before[1]} to "
+            f"{barrier.generation} before the warp looked again; "
             f"the pipeline does not wait for this consumer\n  {barrier}"
         )
 
@@ -242,7 +253,8 @@ def _is_sink(operand: Any) -> bool:
     return type(operand).__name__ == "Sink"
 
 
-# ---- named barriers -------------------------------------------------------------------------------------------------
+# ---- named barriers
+# -------------------------------------------------------------------------------------------------
 
 
 class NamedBarrier:
@@ -271,7 +283,8 @@ class NamedBarrier:
             self.need = count
         elif self.need != count:
             raise BarrierError(
-                f"thread count {count or 'all'} does not match the {self.need or 'all'} of earlier arrivals\n  {self}"
+                f"thread count {count or 'all'} does not match the {self.need or 'all'} of earlier "
+                f"arrivals\n  {self}"
             )
         if any(w == warp.warp_id for w, _ in self.arrived):
             raise BarrierError(f"warp {warp.warp_id} arrives twice in one phase\n  {self}")
@@ -302,7 +315,7 @@ def _count(warp: Any, operand: Any, lane: int) -> int:
     count = value(warp, operand, lane)
     size = -(-warp.cta.num_threads // 32) * 32
     need(
-        count % 32 == 0 and 0 < count,
+        count % 32 == 0 and count > 0,
         f"the thread count must be a positive multiple of 32, got {count}",
     )
     need(count <= size, f"the thread count {count} exceeds the {size} threads of the CTA")
@@ -354,11 +367,13 @@ def _sync(
     return None, barrier.results.get(generation, [])
 
 
-# ---- barrier.cluster ------------------------------------------------------------------------------------------------
+# ---- barrier.cluster
+# ------------------------------------------------------------------------------------------------
 
 
 class ClusterBarrier:
-    """barrier.cluster.arrive / wait over all threads of all CTAs of a cluster that have not exited."""
+    """barrier.cluster.arrive / wait over all threads of all CTAs of a cluster that have not
+    exited."""
 
     def __init__(self) -> None:
         self.phase = 0

@@ -1,7 +1,10 @@
-"""tcgen05 instructions other than the MMA: allocation, copies from shared memory, loads and stores, waits, commits.
+"""tcgen05 instructions other than the MMA: allocation, copies from shared memory, loads and
+stores, waits, commits.
 
-Operations that one thread issues (mma, cp, commit) go through that thread's pipe and complete in its order; their marks
-on shared memory and TMEM stay until a commit of the same thread has arrived, because nothing else tells others that
+Operations that one thread issues (mma, cp, commit) go through that thread's pipe and complete in
+its order; their marks
+on shared memory and TMEM stay until a commit of the same thread has arrived, because nothing else
+tells others that
 they are done.
 """
 
@@ -68,7 +71,7 @@ def pair(cta: Any, group: int) -> list[Any]:
     return [ctas[even], ctas[even + 1]]
 
 
-# ---- allocation -----------------------------------------------------------------------------------------------------
+# ---- allocation ----------------------------------------------------------------------------------
 
 
 def alloc(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
@@ -105,12 +108,14 @@ def _room(cta: Any, columns: int, group: int) -> int | None:
 
 
 def _claim(cta: Any, columns: int, group: int) -> int | None:
-    """The pair allocates together: whoever comes first reserves the columns in both, the other claims them."""
+    """The pair allocates together: whoever comes first reserves the columns in both, the other
+    claims them."""
     for waiting in cta.tmem.allocations:
         if not waiting.claimed:
             if waiting.columns != columns:
                 raise TmemError(
-                    f"the CTAs of a pair allocate different sizes: {columns} and {waiting.columns} columns"
+                    f"the CTAs of a pair allocate different sizes: {columns} and {waiting.columns} "
+                    "columns"
                 )
             waiting.claimed = True
             return waiting.column
@@ -135,10 +140,11 @@ def relinquish(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     warp.cta.tmem.relinquished = True
 
 
-# ---- loads and stores -----------------------------------------------------------------------------------------------
+# ---- loads and stores ----------------------------------------------------------------------------
 
 _ROW = np.arange(32)
-# shape -> (lanes, columns per repetition, registers per repetition, lane of (register, thread), column of the same)
+# shape -> (lanes, columns per repetition, registers per repetition, lane of (register, thread),
+# column of the same)
 _SHAPES: dict[str, tuple[int, int, np.ndarray, np.ndarray]] = {
     "32x32b": (32, 1, _ROW[None], np.zeros((1, 32), int)),
     "16x64b": (16, 2, (_ROW // 4 + 8 * (_ROW % 2))[None], (_ROW // 2 % 2)[None]),
@@ -167,7 +173,8 @@ def _area(warp: Any, taddr: int, lanes: int, columns: int) -> Region:
     first = 32 * (warp.warp_id % 4)
     if not (first <= lane and lane + lanes <= first + 32):
         raise TmemError(
-            f"warp {warp.warp_id} may access TMEM lanes {first}..{first + 31} only, the address {taddr:#x} names lanes {lane}..{lane + lanes - 1}"
+            f"warp {warp.warp_id} may access TMEM lanes {first}..{first + 31} only, the address "
+            f"{taddr:#x} names lanes {lane}..{lane + lanes - 1}"
         )
     need(
         lane % 16 == 0,
@@ -179,7 +186,8 @@ def _area(warp: Any, taddr: int, lanes: int, columns: int) -> Region:
 def _bx2(
     warp: Any, instr: Any, mask: np.ndarray, taddr: int, count: int, pack: int
 ) -> tuple[list[Region], np.ndarray, np.ndarray]:
-    """16x32bx2: lanes 0-15 and 16-31 of the warp access columns `taddr` and `taddr + immHalfSplitoff`."""
+    """16x32bx2: lanes 0-15 and 16-31 of the warp access columns `taddr` and `taddr +
+    immHalfSplitoff`."""
     half = value(warp, instr.operands[-1], lead(mask))
     areas = [_area(warp, taddr, 16, count * pack), _area(warp, taddr + half, 16, count * pack)]
     rows = np.broadcast_to(_ROW % 16, (count, 32))
@@ -190,7 +198,8 @@ def _bx2(
 def _geometry(
     warp: Any, instr: Any, mask: np.ndarray, taddr_op: Any
 ) -> tuple[list[Region], np.ndarray, np.ndarray, int]:
-    """Regions touched, and (registers, 32) cells relative to the first one (columns in units of `pack`)."""
+    """Regions touched, and (registers, 32) cells relative to the first one (columns in units of
+    `pack`)."""
     taddrs = np.asarray(warp.read(taddr_op))[mask]
     need(bool((taddrs == taddrs[0]).all()), "all lanes of tcgen05.ld/st must give the same address")
     taddr, pack = int(taddrs[0]), 2 if any("pack::16b" in m for m in instr.mods) else 1
@@ -263,7 +272,8 @@ def wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
 
 
 def finish_loads(warp: Any, used: Callable[[Any], bool] | None) -> None:
-    """Loads of this warp have completed: all of them (wait::ld), or those whose registers were used (`used(instr)`)."""
+    """Loads of this warp have completed: all of them (wait::ld), or those whose registers were
+    used (`used(instr)`)."""
     left = []
     for instr, areas in warp.agent.tmem_loads:
         if used is not None and not used(instr):
@@ -274,11 +284,12 @@ def finish_loads(warp: Any, used: Callable[[Any], bool] | None) -> None:
     warp.agent.tmem_loads = left
 
 
-# ---- commit, copies -------------------------------------------------------------------------------------------------
+# ---- commit, copies ------------------------------------------------------------------------------
 
 
 def commit(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """Arrives on one mbarrier, or on the same offset in every CTA of a mask, when all earlier operations are done."""
+    """Arrives on one mbarrier, or on the same offset in every CTA of a mask, when all earlier
+    operations are done."""
     lane = lead(mask)
     cta, offset = target(warp, address(warp, instr.operands[0], lane), 8, 8)
     if "multicast::cluster" in instr.mods:
@@ -306,7 +317,8 @@ def commit(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
 
 
 def copy(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """tcgen05.cp: a shared-memory matrix into TMEM, of this CTA or (cta_group::2) of both CTAs, each from its own."""
+    """tcgen05.cp: a shared-memory matrix into TMEM, of this CTA or (cta_group::2) of both CTAs,
+    each from its own."""
     if any(m.startswith(("b8x16", "b6x16", "b4x16")) for m in instr.mods):
         raise UnsupportedInstruction(f"decompressing copy {instr.opcode} is not modelled")
     lane = lead(mask)

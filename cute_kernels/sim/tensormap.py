@@ -1,6 +1,8 @@
-"""The 128-byte tensor map: decoding, encoding (for tests and saved arguments) and tensormap.replace.
+"""The 128-byte tensor map: decoding, encoding (for tests and saved arguments) and
+tensormap.replace.
 
-Bit positions: simulator.md (found by experiment; checked against the driver's cuTensorMapEncodeTiled).
+Bit positions: simulator.md (found by experiment; checked against the driver's
+cuTensorMapEncodeTiled).
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from .checks import TensorMapError, UnsupportedInstruction
 
 # code -> (name, bits of an element in global memory)
 ELEMENT_TYPES = {
-    0: ("u8", 8), 1: ("u16", 16), 2: ("u32", 32), 3: ("s32", 32), 4: ("u64", 64), 5: ("s64", 64), 6: ("f16", 16), 7: ("f32", 32),
-    8: ("f32", 32), 9: ("f64", 64), 10: ("bf16", 16), 11: ("b4x16", 4), 12: ("b4x16_p64", 4), 13: ("b6x16_p32", 6),
+    0: ("u8", 8), 1: ("u16", 16), 2: ("u32", 32), 3: ("s32", 32), 4: ("u64", 64), 5: ("s64", 64),
+    6: ("f16", 16), 7: ("f32", 32),
+    8: ("f32", 32), 9: ("f64", 64), 10: ("bf16", 16), 11: ("b4x16", 4), 12: ("b4x16_p64", 4),
+    13: ("b6x16_p32", 6),
 }  # fmt: skip
-_CODES = {"u8": 0, "u16": 1, "u32": 2, "s32": 3, "u64": 4, "s64": 5, "f16": 6, "f32": 7, "f64": 9, "bf16": 10, "b4x16": 11,
+_CODES = {"u8": 0, "u16": 1, "u32": 2, "s32": 3, "u64": 4, "s64": 5, "f16": 6, "f32": 7, "f64": 9,
+"bf16": 10, "b4x16": 11,
           "b4x16_p64": 12}  # fmt: skip
 SWIZZLES = ("none", "32B", "64B", "128B")
 _SPAN = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
@@ -83,7 +88,8 @@ class TensorMap:
         rank, code = bits(8, 4, 3) + 1, bits(8, 7, 4)
         if not 1 <= rank <= 5 or code not in ELEMENT_TYPES or code == 13 or not any(raw):
             raise TensorMapError(
-                f"no tensor map that can be used here: rank {rank}, element type {code}, bytes {raw[:16].hex()}..."
+                f"no tensor map that can be used here: rank {rank}, element type {code}, bytes "
+                f"{raw[:16].hex()}..."
             )
         strides = tuple(
             (bits(12 + 4 * i, 0, 32) | bits(28, 4 * i, 4) << 32) << 4 for i in range(rank - 1)
@@ -153,7 +159,8 @@ class TensorMap:
             raise TensorMapError(f"box {self.box} exceeds 256 elements")
         if self.padded and (self.box[0] != 128 or self.sizes[0] % 128):
             raise TensorMapError(
-                f"padded 4-bit maps need box[0] = 128 and sizes of multiples of 128, got {self.box[0]}, {self.sizes[0]}"
+                "padded 4-bit maps need box[0] = 128 and sizes of multiples of 128, got "
+                f"{self.box[0]}, {self.sizes[0]}"
             )
 
     def box_row_bytes(self) -> int:
@@ -180,7 +187,8 @@ class MapCache:
         return found
 
 
-# ---- tensormap instructions -----------------------------------------------------------------------------------------
+# ---- tensormap instructions
+# -----------------------------------------------------------------------------------------
 
 _ELEMTYPE = {
     0: 0,
@@ -227,7 +235,8 @@ def tensormap_replace(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None
 
 
 def touched(sim: Any, where: int) -> None:
-    """The map at a global address has changed: users must acquire it through the tensormap proxy."""
+    """The map at a global address has changed: users must acquire it through the tensormap
+    proxy."""
     sim.changed_maps[where] = sim.changed_maps.get(where, 0) + 1
 
 

@@ -1,7 +1,9 @@
 """cp.async.bulk.tensor: tiled loads (multicast, gather4), stores (scatter4), reductions.
 
-A load is issued with its checks and in-flight marks at once; its pieces (groups of box rows) then land in any order,
-each with its own share of the transaction bytes. Out-of-bounds elements read as zero (or NaN) and still count.
+A load is issued with its checks and in-flight marks at once; its pieces (groups of box rows) then
+land in any order,
+each with its own share of the transaction bytes. Out-of-bounds elements read as zero (or NaN) and
+still count.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ _NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FFFFFFFFFFFF
 
 @lru_cache(maxsize=2048)
 def box_chunks(offset: int, rows: int, row_bytes: int, layout: int) -> np.ndarray:
-    """16-byte chunk indices (rows, row_bytes / 16) of a box whose shared address is `offset`, after swizzling."""
+    """16-byte chunk indices (rows, row_bytes / 16) of a box whose shared address is `offset`,
+    after swizzling."""
     linear = offset + np.arange(rows * row_bytes // 16) * 16
     return (swizzle(linear, layout) >> 4).reshape(rows, -1)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """The in-bounds part of a box: where it lies in the tile, and a strided window of global memory."""
+    """The in-bounds part of a box: where it lies in the tile, and a strided window of global
+    memory."""
 
     tile: tuple[slice, ...]  # index of the tile (outermost dim first; last axis in bytes)
     base: int  # byte address of its first element
@@ -119,12 +123,14 @@ def _pad(rows: np.ndarray) -> np.ndarray:
     return out.reshape(rows.shape[0], -1)
 
 
-# ---- the instruction ------------------------------------------------------------------------------------------------
+# ---- the instruction
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Request:
-    """One tensor copy: map, coordinates, and the boxes it consists of (one, or four rows of gather4/scatter4)."""
+    """One tensor copy: map, coordinates, and the boxes it consists of (one, or four rows of
+    gather4/scatter4)."""
 
     tensor: TensorMap
     boxes: tuple[tuple[int, ...], ...]
@@ -208,7 +214,8 @@ def _load(sim: Any, warp: Any, instr: Any, lane: int) -> None:
 def _destinations(
     warp: Any, instr: Any, pair: tuple[Any, Any], rest: list[Any], lane: int
 ) -> list[tuple[Any, Any]]:
-    """[(destination CTA, CTA of the mbarrier it signals), ...]; simulator.md on .cta_group::2 and multicast."""
+    """[(destination CTA, CTA of the mbarrier it signals), ...]; simulator.md on .cta_group::2 and
+    multicast."""
     cta, bar_cta = pair
     paired = "cta_group::2" in instr.mods
     if "multicast::cluster" not in instr.mods:

@@ -1,7 +1,9 @@
 """Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, its allocator and its hazards.
 
-Every cell knows whether it was written, which tcgen05 pipe may still write or read it (`busy_write`, `busy_read`: marks
-of operations that no completed commit covers), and how many tcgen05.ld of it have been issued and not waited for.
+Every cell knows whether it was written, which tcgen05 pipe may still write or read it
+(`busy_write`, `busy_read`: marks
+of operations that no completed commit covers), and how many tcgen05.ld of it have been issued and
+not waited for.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Region:
 
 @dataclass
 class Allocation:
-    """`columns` columns from `column` on; `claimed` once a warp of this CTA has executed the alloc itself."""
+    """`columns` columns from `column` on; `claimed` once a warp of this CTA has executed the alloc
+    itself."""
 
     column: int
     columns: int
@@ -48,7 +51,8 @@ class Allocation:
 
 
 def split(addr: int) -> tuple[int, int]:
-    """(lane, column) of a TMEM address; bits 30-31 carry a scale id in some uses and are dropped."""
+    """(lane, column) of a TMEM address; bits 30-31 carry a scale id in some uses and are
+    dropped."""
     return (addr >> 16) & 0x3FFF, addr & 0xFFFF
 
 
@@ -68,7 +72,7 @@ class Tmem:
         self.freed = Signal()
         self.peak = 0
 
-    # ---- allocation -------------------------------------------------------------------------------------------
+    # ---- allocation ------------------------------------------------------------------------------
 
     def room(self, columns: int) -> int | None:
         """First column of a free stretch, or None."""
@@ -93,18 +97,21 @@ class Tmem:
             raise TmemError(f"dealloc of column {column}, which starts no allocation\n  {self}")
         if found.columns != columns or found.group != group:
             raise TmemError(
-                f"dealloc of {columns} columns with cta_group::{group} where {found.columns} were allocated with cta_group::{found.group}"
+                f"dealloc of {columns} columns with cta_group::{group} where {found.columns} were "
+                f"allocated with cta_group::{found.group}"
             )
         area = Region(0, LANES, column, columns)
         if checks.tmem_pending_load and self.loads[area.index].any():
             raise TmemRace(
-                f"dealloc of {area} under a tcgen05.ld that was not waited for (tcgen05.wait::ld is missing)"
+                f"dealloc of {area} under a tcgen05.ld that was not waited for (tcgen05.wait::ld "
+                "is missing)"
             )
         if checks.tmem_race and (
             self.busy_write[area.index].any() or self.busy_read[area.index].any()
         ):
             raise TmemRace(
-                f"dealloc of {area} while an MMA or copy that no completed commit covers may still use it"
+                f"dealloc of {area} while an MMA or copy that no completed commit covers may still "
+                "use it"
             )
         self.allocations.remove(found)
         self.owned[column : column + columns] = False
@@ -123,14 +130,15 @@ class Tmem:
         held = ", ".join(f"[{a.column}, {a.column + a.columns})" for a in self.allocations)
         return f"TMEM columns allocated: {held or 'none'}"
 
-    # ---- access -----------------------------------------------------------------------------------------------
+    # ---- access ----------------------------------------------------------------------------------
 
     def check_allocated(self, area: Region, what: str) -> None:
         if area.lane + area.lanes > LANES or area.column + area.columns > COLUMNS:
             raise TmemError(f"{what} touches {area}, beyond {LANES} lanes x {COLUMNS} columns")
         if not self.owned[area.column : area.column + area.columns].all():
             raise TmemError(
-                f"{what} touches {area} outside every allocation of cluster rank {self.cta.rank}\n  {self}"
+                f"{what} touches {area} outside every allocation of cluster rank {self.cta.rank}\n "
+                f" {self}"
             )
 
     def check_read(self, area: Region, what: str, checks: Checks, pipe: int = 0) -> None:
@@ -140,14 +148,16 @@ class Tmem:
             busy = self.busy_write[area.index]
             if busy.any() and ((busy != 0) & (busy & ((1 << PIPE_BITS) - 1) != pipe)).any():
                 raise TmemRace(
-                    f"{what} reads {area} while an MMA or copy may be writing it: nothing waited for a commit of that operation"
+                    f"{what} reads {area} while an MMA or copy may be writing it: nothing waited "
+                    "for a commit of that operation"
                 )
 
     def check_written(self, area: Region, what: str, checks: Checks) -> None:
         if checks.uninitialised and not self.written[area.index].all():
             lane, column = np.argwhere(~self.written[area.index])[0]
             raise UninitialisedRead(
-                f"{what} reads TMEM lane {area.lane + lane}, column {area.column + column}, which was never written"
+                f"{what} reads TMEM lane {area.lane + lane}, column {area.column + column}, which "
+                "was never written"
             )
 
     def check_write(self, area: Region, what: str, checks: Checks, pipe: int = 0) -> None:
@@ -155,14 +165,16 @@ class Tmem:
         self.check_allocated(area, what)
         if checks.tmem_pending_load and self.loads[area.index].any():
             raise TmemRace(
-                f"{what} overwrites {area} under a tcgen05.ld that was not waited for: tcgen05.wait::ld is missing before the release, "
+                f"{what} overwrites {area} under a tcgen05.ld that was not waited for: "
+                "tcgen05.wait::ld is missing before the release, "
                 "or the release itself is"
             )
         if checks.tmem_race:
             for busy in (self.busy_write[area.index], self.busy_read[area.index]):
                 if busy.any() and ((busy != 0) & (busy & ((1 << PIPE_BITS) - 1) != pipe)).any():
                     raise TmemRace(
-                        f"{what} overwrites {area} while an MMA or copy that nothing waited for may use it"
+                        f"{what} overwrites {area} while an MMA or copy that nothing waited for "
+                        "may use it"
                     )
 
     def mark(self, area: Region, write: bool, stamp: int) -> None:

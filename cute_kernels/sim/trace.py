@@ -1,7 +1,9 @@
 """Timeline of a launch as Chrome trace JSON (chrome://tracing, ui.perfetto.dev).
 
-Time is the scheduler's clock: the warp instructions executed so far by all warps, plus one per completed operation. It
-orders events truly but says nothing about nanoseconds. One process per CTA; a thread per warp, and one per agent
+Time is the scheduler's clock: the warp instructions executed so far by all warps, plus one per
+completed operation. It
+orders events truly but says nothing about nanoseconds. One process per CTA; a thread per warp, and
+one per agent
 (tma, tensor, cp.async, clc) with a slice from issue to completion of every asynchronous operation.
 """
 
@@ -15,7 +17,8 @@ _AGENT_TIDS = {"tma": 1000, "tensor": 1100, "cp.async": 1200, "clc": 1300, "st.a
 
 
 class Trace:
-    """Collects events; `save` writes them. `limit` bounds the number kept, later ones are counted in `dropped`."""
+    """Collects events; `save` writes them. `limit` bounds the number kept, later ones are counted
+    in `dropped`."""
 
     def __init__(self, limit: int = 2_000_000) -> None:
         self.events: list[dict[str, Any]] = []
@@ -76,8 +79,10 @@ class Trace:
     def host(self, warp: Any, instr: Any) -> None:
         """A synchronising or asynchronous instruction was executed."""
         self._add(
-            {"name": ".".join((instr.base, *instr.mods[:2])), "cat": "host", "ph": "i", "s": "t", "ts": self.clock,
-             "pid": self._pid(warp.cta), "tid": warp.warp_id, "args": {"line": instr.line, "text": instr.text[:160]}}
+            {"name": ".".join((instr.base, *instr.mods[:2])), "cat": "host", "ph": "i", "s": "t",
+            "ts": self.clock,
+             "pid": self._pid(warp.cta), "tid": warp.warp_id, "args": {"line": instr.line,
+             "text": instr.text[:160]}}
         )  # fmt: skip
 
     def block(self, warp: Any, instr: Any, why: str) -> None:
@@ -90,7 +95,8 @@ class Trace:
         start = self._blocked.pop(key, None)
         if start is not None:
             self._add(
-                {"name": start[1], "cat": "wait", "ph": "X", "ts": start[0], "dur": max(1, self.clock - start[0]), "pid": key[0],
+                {"name": start[1], "cat": "wait", "ph": "X", "ts": start[0], "dur": max(1,
+                self.clock - start[0]), "pid": key[0],
                  "tid": key[1], "args": {"for": start[2]}}
             )  # fmt: skip
 
@@ -104,8 +110,10 @@ class Trace:
         pid = self._pid(warp.cta)
         tid = self._lane(pid, op.agent, op.issued)
         self._add(
-            {"name": op.label or op.agent, "cat": "async", "ph": "X", "ts": op.issued, "dur": max(1, self.clock - op.issued), "pid": pid,
-             "tid": tid, "args": {"warp": warp.warp_id, "line": instr.line, "text": instr.text[:160]}}
+            {"name": op.label or op.agent, "cat": "async", "ph": "X", "ts": op.issued,
+            "dur": max(1, self.clock - op.issued), "pid": pid,
+             "tid": tid, "args": {"warp": warp.warp_id, "line": instr.line,
+             "text": instr.text[:160]}}
         )  # fmt: skip
 
     def _lane(self, pid: int, agent: str, start: int) -> int:

@@ -28,8 +28,10 @@ class Signal:
 class Blocked:
     """Result of a handler that cannot proceed: executed again once `predicate()` holds.
 
-    `signal` is notified whenever the predicate may have changed; without one it is polled. `timeout` marks a try_wait:
-    when the whole machine is stuck, it may give up and return false, as the hardware's does after its time limit.
+    `signal` is notified whenever the predicate may have changed; without one it is polled.
+    `timeout` marks a try_wait:
+    when the whole machine is stuck, it may give up and return false, as the hardware's does after
+    its time limit.
     """
 
     predicate: Callable[[], bool]

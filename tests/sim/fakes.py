@@ -1,6 +1,8 @@
-"""A machine without an interpreter: warps that execute straight-line host instructions on given register values.
+"""A machine without an interpreter: warps that execute straight-line host instructions on given
+register values.
 
-The unit tests of the simulator's agents run on it, so that they need neither the DSL nor numba. It follows the
+The unit tests of the simulator's agents run on it, so that they need neither the DSL nor numba. It
+follows the
 interface that the scheduler expects of the real warps.
 """
 
@@ -54,7 +56,8 @@ class Global:
 
 
 class Warp:
-    """`text` is PTX of host instructions only; `regs` maps names to values (a scalar or 32 of them)."""
+    """`text` is PTX of host instructions only; `regs` maps names to values (a scalar or 32 of
+    them)."""
 
     def __init__(
         self, cta: Any, warp_id: int, text: str, regs: dict[str, Any], mask: Any = None
@@ -169,7 +172,8 @@ class Cluster:
 
 
 class Machine:
-    """One launch of one cluster. `add(rank, text, **regs)` appends a warp; `run()` executes all of them."""
+    """One launch of one cluster. `add(rank, text, **regs)` appends a warp; `run()` executes all of
+    them."""
 
     def __init__(
         self, ctas: int = 1, schedule: str = "lazy", seed: int = 0, checks: Checks | None = None

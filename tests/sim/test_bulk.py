@@ -8,7 +8,13 @@ import pytest
 
 from cute_kernels.sim.bulk import reduce_into
 from cute_kernels.sim.checks import (
-    Deadlock, IllegalInstruction, Misaligned, MissingProxyFence, OutOfBounds, SharedOverwrite, UnsupportedInstruction,
+    Deadlock,
+    IllegalInstruction,
+    Misaligned,
+    MissingProxyFence,
+    OutOfBounds,
+    SharedOverwrite,
+    UnsupportedInstruction,
 )  # fmt: skip
 from tests.sim.fakes import LANE0, Machine
 
@@ -81,9 +87,12 @@ def test_bulk_store_and_shared_to_shared():
 @pytest.mark.parametrize(
     "suffix,dtype,op",
     [
-        ("add.f32", np.float32, np.add), ("add.f16", np.float16, np.add), ("add.noftz.f16", np.float16, np.add),
-        ("add.noftz.bf16", ml_dtypes.bfloat16, np.add), ("min.s32", np.int32, np.minimum), ("max.u32", np.uint32, np.maximum),
-        ("add.u64", np.uint64, np.add), ("xor.b32", np.uint32, np.bitwise_xor), ("max.f16", np.float16, np.maximum),
+        ("add.f32", np.float32, np.add), ("add.f16", np.float16, np.add), ("add.noftz.f16",
+        np.float16, np.add),
+        ("add.noftz.bf16", ml_dtypes.bfloat16, np.add), ("min.s32", np.int32, np.minimum),
+        ("max.u32", np.uint32, np.maximum),
+        ("add.u64", np.uint64, np.add), ("xor.b32", np.uint32, np.bitwise_xor), ("max.f16",
+        np.float16, np.maximum),
         ("min.bf16", ml_dtypes.bfloat16, np.minimum), ("add.f64", np.float64, np.add),
     ],
 )  # fmt: skip
@@ -121,7 +130,8 @@ def test_bulk_reduce_rows_differ_per_lane():
     rows = np.arange(512, dtype=np.float32).reshape(32, 16)
     m.fill(0, 4096, rows)
     m.add(
-        0, "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%d], [%s], 64;" + DONE, d=dst + 64 * (31 - LANES),
+        0, "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%d], [%s], 64;" + DONE,
+        d=dst + 64 * (31 - LANES),
         s=4096 + 64 * LANES,
     )  # fmt: skip
     m.run()
@@ -201,14 +211,15 @@ def test_prefetches():
     m = Machine()
     m.add(
         0,
-        "cp.async.bulk.prefetch.L2.global [%d], 64; cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%d, {0, 0}];",
+        "cp.async.bulk.prefetch.L2.global [%d], 64; "
+        "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%d, {0, 0}];",
         LANE0,
         d=0,
     )
     m.run()
 
 
-# ---- cp.async ---------------------------------------------------------------------------------------------------------
+# ---- cp.async ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
@@ -234,7 +245,8 @@ def test_cp_async_zero_fill_and_ignore_src():
     take = np.where(LANES % 2, 16, LANES % 16)
     m.add(
         0,
-        "cp.async.cg.shared.global [%d], [%s], 16, %n; cp.async.ca.shared::cta.global.L2::128B [%d+2048], [%s], 8, %pi;"
+        "cp.async.cg.shared.global [%d], [%s], 16, %n; cp.async.ca.shared::cta.global.L2::128B "
+        "[%d+2048], [%s], 8, %pi;"
         "cp.async.wait_all;", d=4096 + 16 * LANES, s=src + 16 * LANES, n=take, pi=LANES % 3 == 0,
     )  # fmt: skip
     w = m.cluster.ctas[0].warps[0]
@@ -330,7 +342,7 @@ def test_cp_async_misuse():
             m.run()
 
 
-# ---- st.async ---------------------------------------------------------------------------------------------------------
+# ---- st.async ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind,n", [("u32", 1), ("b64", 1), ("v4.b32", 4)])

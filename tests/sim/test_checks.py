@@ -1,4 +1,5 @@
-"""Error messages, shadow rules, and the sabotage of a hand-written pipeline: every missing piece must show."""
+"""Error messages, shadow rules, and the sabotage of a hand-written pipeline: every missing piece
+must show."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from cute_kernels.sim.checks import ByteSet, Checks, FenceState, SimError, pack_writer
 from cute_kernels.sim.tensormap import TensorMap
 from tests.sim.fakes import LANE0, Machine
-from tests.sim.test_mma import Case, k_major_image, encode, smem_desc
+from tests.sim.test_mma import Case, encode, k_major_image, smem_desc
 
 
 def test_message_names_the_place():
@@ -69,7 +70,8 @@ def test_fence_state():
     assert state.dirty(late).all()
 
 
-# ---- a two-stage pipeline written by hand -----------------------------------------------------------------------------
+# ---- a two-stage pipeline written by hand
+# -----------------------------------------------------------------------------
 
 FULL, EMPTY, DONE = 1024, 1040, 1056
 STAGES, STEPS = 2, 5
@@ -78,7 +80,8 @@ TILE_A, TILE_B = 128 * 128, 32 * 128
 
 
 class Pipeline:
-    """load -> MMA -> tcgen05.ld with full/empty barriers, K steps of one 128-byte row, A reused by hand-made loads.
+    """load -> MMA -> tcgen05.ld with full/empty barriers, K steps of one 128-byte row, A reused by
+    hand-made loads.
 
     `drop` names the piece to leave out or to spoil. The program is unrolled; waits loop.
     """
@@ -197,7 +200,8 @@ def test_the_pipeline_is_right(schedule, seed):
 
 
 SABOTAGE = [
-    "producer wait", "consumer wait", "consumer release", "release before the MMA is done", "last commit", "accumulator wait",
+    "producer wait", "consumer wait", "consumer release", "release before the MMA is done",
+    "last commit", "accumulator wait",
     "tmem wait", "few bytes", "many bytes", "wrong parity", "dealloc",
 ]  # fmt: skip
 
@@ -226,7 +230,8 @@ def test_sabotage_is_reported(drop):
 
 
 def test_images_agree_with_tensor_loads():
-    """The K-major image of the MMA tests and the image that a swizzled load writes are the same bytes."""
+    """The K-major image of the MMA tests and the image that a swizzled load writes are the same
+    bytes."""
     p = Pipeline(schedule="lazy")
     p.run()
     last = STEPS - 1

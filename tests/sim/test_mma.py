@@ -1,6 +1,8 @@
-"""tcgen05.mma against exact integer arithmetic, for every kind, size, layout and flag that the simulator models.
+"""tcgen05.mma against exact integer arithmetic, for every kind, size, layout and flag that the
+simulator models.
 
-Operands are small integers (or powers of two), so that float64, fp32 and any order of summation agree exactly.
+Operands are small integers (or powers of two), so that float64, fp32 and any order of summation
+agree exactly.
 """
 
 from __future__ import annotations
@@ -15,8 +17,16 @@ from hypothesis import strategies as st
 
 from cute_kernels.sim import descriptors
 from cute_kernels.sim.checks import (
-    Checks, IllegalInstruction, MissingProxyFence, ScaleFactorError, SharedOverwrite, SharedRace, TmemError, TmemRace,
-    UninitialisedRead, UnsupportedInstruction,
+    Checks,
+    IllegalInstruction,
+    MissingProxyFence,
+    ScaleFactorError,
+    SharedOverwrite,
+    SharedRace,
+    TmemError,
+    TmemRace,
+    UninitialisedRead,
+    UnsupportedInstruction,
 )  # fmt: skip
 from tests.sim.fakes import LANE0, Machine
 
@@ -26,7 +36,7 @@ SFA, SFB, D = 256, 272, 0
 SPAN = {0: 16, 1: 128, 2: 128, 4: 64, 6: 32}
 
 
-# ---- an independent model of the memory images ------------------------------------------------------------------------
+# ---- an independent model of the memory images ---------------------------------------------------
 
 
 def swizzle_byte(addr: int, layout: int) -> int:
@@ -82,7 +92,8 @@ def encode(values: np.ndarray, fmt: str) -> np.ndarray:
         out = np.zeros((values.shape[0], values.shape[1] // 16, 16), np.uint8)
         out[:, :, :8] = packed.reshape(values.shape[0], -1, 8)
         return out.reshape(values.shape[0], -1)
-    types = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "f16": np.float16, "bf16": ml_dtypes.bfloat16,
+    types = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
              "tf32": np.float32}  # fmt: skip
     return np.ascontiguousarray(values.astype(types[fmt])).view(np.uint8)
 
@@ -156,7 +167,8 @@ class Case:
 
 
 COMMIT = (
-    "mbarrier.init.shared.b64 [1024], 1; tcgen05.commit.cta_group::{g}.mbarrier::arrive::one.shared::cluster.b64 [1024];"
+    "mbarrier.init.shared.b64 [1024], 1; "
+    "tcgen05.commit.cta_group::{g}.mbarrier::arrive::one.shared::cluster.b64 [1024];"
     "mbarrier.try_wait.parity.shared.b64 %p, [1024], 0;"
 )
 
@@ -166,7 +178,8 @@ def smem_desc(base: int, layout: int, lbo: int, sbo: int) -> int:
 
 
 class Bench:
-    """Operands of one case placed in a machine; `run` returns D of each CTA as (rows, n) and the exact result."""
+    """Operands of one case placed in a machine; `run` returns D of each CTA as (rows, n) and the
+    exact result."""
 
     def __init__(self, case: Case, checks: Checks | None = None) -> None:
         self.case, self.m = (
@@ -262,7 +275,8 @@ class Bench:
     def registers(self) -> dict[str, int]:
         c = self.case
         return dict(
-            d=D, da=smem_desc(A_AT, c.layout, self.lbo, self.sbo), db=smem_desc(B_AT, c.layout, self.lbo, self.sbo), i=c.idesc(),
+            d=D, da=smem_desc(A_AT, c.layout, self.lbo, self.sbo), db=smem_desc(B_AT, c.layout,
+            self.lbo, self.sbo), i=c.idesc(),
             sfa=SFA, sfb=SFB, pe=int(c.accumulate), ta=300,
         )  # fmt: skip
 
@@ -400,7 +414,8 @@ def test_scales_and_subnormals():
         want = codes.view(dtype).astype(np.float64)
         np.testing.assert_array_equal(getattr(descriptors, name), want)
     for name, dtype, n in (
-        ("E2M1", ml_dtypes.float4_e2m1fn, 16), ("E2M3", ml_dtypes.float6_e2m3fn, 64), ("E3M2", ml_dtypes.float6_e3m2fn, 64),
+        ("E2M1", ml_dtypes.float4_e2m1fn, 16), ("E2M3", ml_dtypes.float6_e2m3fn, 64), ("E3M2",
+        ml_dtypes.float6_e3m2fn, 64),
     ):  # fmt: skip
         np.testing.assert_array_equal(
             getattr(descriptors, name), codes[:n].view(dtype).astype(np.float64)
@@ -433,7 +448,7 @@ def test_disabled_lanes_and_scaled_accumulator():
     assert (got[off] == 4 * bench.acc[off]).all()
 
 
-# ---- misuse -----------------------------------------------------------------------------------------------------------
+# ---- misuse --------------------------------------------------------------------------------------
 
 
 def expect(error, match, case: Case | None = None, text=None, prepare=None, checks=None, **regs):
@@ -523,7 +538,8 @@ def test_shared_memory_errors():
 
 
 def test_operands_stay_busy_until_the_commit():
-    """Without waiting for a commit, nothing may write what the MMA reads, even if it happens to have run."""
+    """Without waiting for a commit, nothing may write what the MMA reads, even if it happens to
+    have run."""
     case = Case(schedule="eager")
     bench = Bench(case)
     src = bench.m.global_memory.place(np.zeros(512, np.uint8))

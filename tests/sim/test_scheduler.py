@@ -1,4 +1,5 @@
-"""Schedules: legal orders only, determinism per seed, different orders over seeds, livelock and refill."""
+"""Schedules: legal orders only, determinism per seed, different orders over seeds, livelock and
+refill."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_policy_names_and_reproducibility():
 
 
 def racy(schedule: str, seed: int) -> int:
-    """A load whose consumer does not wait, reading with the checks off: the value depends on the schedule."""
+    """A load whose consumer does not wait, reading with the checks off: the value depends on the
+    schedule."""
     m = Machine(schedule=schedule, seed=seed, checks=Checks.none())
     data = np.full(64, 7, np.uint8)
     src = m.global_memory.place(data)
@@ -74,7 +76,8 @@ def racy(schedule: str, seed: int) -> int:
     m.fill(0, 4096, np.full(64, 1, np.uint8))
     text = (
         f"mbarrier.init.shared.b64 [{BAR}], 1; mbarrier.arrive.expect_tx.shared.b64 _, [{BAR}], 64;"
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], [%s], 64, [{BAR}];"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], [%s], 64, "
+        f"[{BAR}];"
         "cp.async.bulk.global.shared::cta.bulk_group [%d], [4096], 64;"
         "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
         f"mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0;"
@@ -128,12 +131,14 @@ class Spinner:
 
 @pytest.mark.parametrize("schedule", ["lazy", "eager", "random"])
 def test_a_spinning_warp_does_not_starve_copies(schedule):
-    """A warp polls memory that an asynchronous copy will fill: the copy must complete in every policy."""
+    """A warp polls memory that an asynchronous copy will fill: the copy must complete in every
+    policy."""
     m = Machine(schedule=schedule)
     src = m.global_memory.place(np.full(64, 7, np.uint8))
     text = (
         f"mbarrier.init.shared.b64 [{BAR}], 1; mbarrier.arrive.expect_tx.shared.b64 _, [{BAR}], 64;"
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], [%s], 64, [{BAR}];"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], [%s], 64, "
+        f"[{BAR}];"
     )
     m.add(0, text, LANE0, s=src)
     Spinner(m.add(0, "nanosleep.u32 1;"), lambda: m.shared().data[4096] == 7)
@@ -179,11 +184,14 @@ def test_deadlock_reports_operations_in_flight_and_source_lines():
 
 
 def test_first_use_of_loaded_registers():
-    """A plain use of a register of tcgen05.ld orders the load: found in the text, destinations do not count."""
+    """A plain use of a register of tcgen05.ld orders the load: found in the text, destinations do
+    not count."""
     w = Machine().add(
         0,
-        "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%a, %b}, [%t]; mbarrier.arrive.shared.b64 %a, [1024];"
-        "mbarrier.arrive.shared.b64 _, [1024]; st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%t], %b, [%t];",
+        "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%a, %b}, [%t]; mbarrier.arrive.shared.b64 %a, "
+        "[1024];"
+        "mbarrier.arrive.shared.b64 _, [1024]; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%t], %b, [%t];",
         t=0,
     )
     assert first_use(w.instrs, w.instrs[0]) == 3

@@ -1,4 +1,5 @@
-"""mbarrier, named barriers, cluster barrier, fences, cluster launch control: one test per instruction form."""
+"""mbarrier, named barriers, cluster barrier, fences, cluster launch control: one test per
+instruction form."""
 
 from __future__ import annotations
 
@@ -289,7 +290,7 @@ def test_deadlock_report_names_everything():
     assert "4096 bytes missing" in text and "named barrier 3: 32 of 64" in text and "warp 1" in text
 
 
-# ---- named barriers ---------------------------------------------------------------------------------------------------
+# ---- named barriers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bar.sync", "barrier.sync", "bar.cta.sync"])
@@ -370,7 +371,7 @@ def test_named_barrier_misuse():
         m.run()
 
 
-# ---- barrier.cluster --------------------------------------------------------------------------------------------------
+# ---- barrier.cluster -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -380,8 +381,8 @@ def test_cluster_barrier(seed):
         for _ in range(2):
             m.add(
                 rank,
-                "barrier.cluster.arrive.relaxed.aligned; nanosleep.u32 1; barrier.cluster.wait.acquire.aligned;"
-                * 3,
+                "barrier.cluster.arrive.relaxed.aligned; nanosleep.u32 1; "
+                "barrier.cluster.wait.acquire.aligned;" * 3,
             )
     m.run()
     assert m.cluster.barrier.phase == 3
@@ -408,7 +409,7 @@ def test_missing_cluster_arrive_deadlocks():
         m.run()
 
 
-# ---- cluster launch control, small instructions -----------------------------------------------------------------------
+# ---- cluster launch control, small instructions --------------------------------------------------
 
 _CLC = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
 
@@ -481,10 +482,14 @@ def test_query_cancel_decodes():
 @pytest.mark.parametrize(
     "text",
     [
-        "griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "membar.gl;", "fence.acq_rel.gpu;", "fence.sc.cta;",
-        "fence.mbarrier_init.release.cluster;", "fence.proxy.alias;", "fence.proxy.async.global;", "fence.proxy.async;",
-        "fence.proxy.tensormap::generic.release.gpu;", "nanosleep.u32 100;", "setmaxnreg.inc.sync.aligned.u32 232;",
-        "prefetch.global.L2 [%r];", "prefetch.tensormap [%r];", "fence.release.sync_restrict::shared::cta.cluster;",
+        "griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "membar.gl;",
+        "fence.acq_rel.gpu;", "fence.sc.cta;",
+        "fence.mbarrier_init.release.cluster;", "fence.proxy.alias;", "fence.proxy.async.global;",
+        "fence.proxy.async;",
+        "fence.proxy.tensormap::generic.release.gpu;", "nanosleep.u32 100;",
+        "setmaxnreg.inc.sync.aligned.u32 232;",
+        "prefetch.global.L2 [%r];", "prefetch.tensormap [%r];",
+        "fence.release.sync_restrict::shared::cta.cluster;",
     ],
 )  # fmt: skip
 def test_small_instructions_run(text):

@@ -10,7 +10,8 @@ from cute_kernels.sim.tensormap import TensorMap
 from tests.sim.fakes import LANE0, Machine
 
 EXAMPLE = TensorMap(
-    address=0x7F0012345600, element="bf16", sizes=(320, 17, 5), strides=(640, 640 * 17), box=(64, 8, 1),
+    address=0x7F0012345600, element="bf16", sizes=(320, 17, 5), strides=(640, 640 * 17), box=(64,
+    8, 1),
     steps=(1, 1, 1), swizzle="128B",
 )  # fmt: skip
 
@@ -37,7 +38,8 @@ def test_known_bits():
         EXAMPLE,
         TensorMap(1 << 20, "b4x16", (512, 128), (256,), (256, 128), (1, 1), "128B"),
         TensorMap(1 << 20, "b4x16_p64", (512, 128), (256,), (128, 128), (1, 1), "128B"),
-        TensorMap(1 << 20, "f32", (64, 3, 3, 3, 3), (256, 768, 1 << 37, 32), (32, 1, 1, 2, 3), (1, 2, 1, 1, 3),
+        TensorMap(1 << 20, "f32", (64, 3, 3, 3, 3), (256, 768, 1 << 37, 32), (32, 1, 1, 2, 3), (1,
+        2, 1, 1, 3),
                   "64B", nan_fill=True),
         TensorMap(1 << 20, "u8", (4096,), (), (256,), (1,)),
     ],
@@ -102,12 +104,14 @@ def _use(fence: bool) -> Machine:
     text = (
         "mbarrier.init.shared.b64 [1024], 1; mbarrier.arrive.expect_tx.shared.b64 _, [1024], 1024;"
         "tensormap.replace.tile.global_address.shared::cta.b1024.b64 [2048], %base;"
-        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%g], [2048], 128;"
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+        "[%g], [2048], 128;"
     )
     if fence:
         text += "fence.proxy.tensormap::generic.acquire.gpu [%g], 128;"
     text += (
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [4096], [%g, {0, 8}], [1024];"
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [4096], [%g, "
+        "{0, 8}], [1024];"
         "mbarrier.try_wait.parity.shared.b64 %p, [1024], 0;"
     )
     m.add(0, text, LANE0, base=base, g=published)

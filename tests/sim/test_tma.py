@@ -1,4 +1,5 @@
-"""Tensor copies against numpy slicing: ranks, element types, swizzles, out-of-bounds, multicast, gather4, stores."""
+"""Tensor copies against numpy slicing: ranks, element types, swizzles, out-of-bounds, multicast,
+gather4, stores."""
 
 from __future__ import annotations
 
@@ -8,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.sim.checks import (
-    BarrierError, Checks, IllegalInstruction, MissingProxyFence, OutOfBounds, SharedOverwrite, SharedRace,
-    UninitialisedRead, UnsupportedInstruction,
+    BarrierError,
+    Checks,
+    IllegalInstruction,
+    MissingProxyFence,
+    OutOfBounds,
+    SharedOverwrite,
+    SharedRace,
+    UninitialisedRead,
+    UnsupportedInstruction,
 )  # fmt: skip
 from cute_kernels.sim.tensormap import TensorMap
 from tests.sim.fakes import LANE0, Machine
@@ -74,13 +82,15 @@ def load(
     base = m.global_memory.place(array)
     rank = array.ndim
     steps = steps or (1,) * rank
-    tensor = TensorMap(base, element, array.shape[::-1], array.strides[-2::-1] if rank > 1 else (), box[::-1],
+    tensor = TensorMap(base, element, array.shape[::-1], array.strides[-2::-1] if rank > 1 else (),
+    box[::-1],
                        steps[::-1], mode, **more)  # fmt: skip
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     count = int(np.prod([-(-b // s) for b, s in zip(box, steps)]))
     names = ", ".join(f"%c{i}" for i in range(rank))
     m.add(
-        0, LOAD.format(d=rank, coords=names), LANE0, dst=dst, map=where, hint=0, bytes=count * array.itemsize,
+        0, LOAD.format(d=rank, coords=names), LANE0, dst=dst, map=where, hint=0,
+        bytes=count * array.itemsize,
         **{f"c{i}": c for i, c in enumerate(coords[::-1])},
     )  # fmt: skip
     return m.run()
@@ -114,8 +124,10 @@ def test_load_is_slicing(shape, box, coords, element, dtype, mode, schedule):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(1, 40), cols=st.integers(1, 6), box_rows=st.integers(1, 20), r=st.integers(-25, 45),
-    c=st.integers(-40, 60), mode=st.sampled_from(["none", "32B", "64B", "128B"]), seed=st.integers(0, 9),
+    rows=st.integers(1, 40), cols=st.integers(1, 6), box_rows=st.integers(1, 20),
+    r=st.integers(-25, 45),
+    c=st.integers(-40, 60), mode=st.sampled_from(["none", "32B", "64B", "128B"]),
+    seed=st.integers(0, 9),
 )  # fmt: skip
 def test_load_any_box(rows, cols, box_rows, r, c, mode, seed):
     array = np.random.default_rng(rows).integers(1, 9, (rows, 8 * cols)).astype(np.uint16)
@@ -188,7 +200,7 @@ def test_padded_four_bit():
     assert (got[:, :, :8].reshape(8, 64) == want).all()
 
 
-# ---- multicast, pairs, gather4 ----------------------------------------------------------------------------------------
+# ---- multicast, pairs, gather4 -------------------------------------------------------------------
 
 SYNC = "barrier.cluster.arrive; barrier.cluster.wait;"
 ARM = "mbarrier.init.shared.b64 [%b], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%b], %bytes;"
@@ -209,7 +221,8 @@ def test_multicast_signals_every_destination():
     for rank in range(4):
         body = WAIT if rank in (0, 1, 3) else ""
         m.add(
-            rank, ARM + SYNC + (copy if rank == 1 else "") + body + SYNC, LANE0, b=rank << 24 | BAR, bytes=1024,
+            rank, ARM + SYNC + (copy if rank == 1 else "") + body + SYNC, LANE0,
+            b=rank << 24 | BAR, bytes=1024,
             dst=rank << 24 | 8192, map=where,
         )  # fmt: skip
     m.run()
@@ -221,7 +234,8 @@ def test_multicast_signals_every_destination():
 
 @pytest.mark.parametrize("multicast", [False, True])
 def test_pair_loads_signal_the_leader(multicast):
-    """.cta_group::2: a mbarrier address with bit 24 cleared is the even CTA's, for each destination's own pair."""
+    """.cta_group::2: a mbarrier address with bit 24 cleared is the even CTA's, for each
+    destination's own pair."""
     m = Machine(ctas=4, schedule="random", seed=1)
     array = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
     tensor = TensorMap(
@@ -237,7 +251,8 @@ def test_pair_loads_signal_the_leader(multicast):
         own = rank << 24 | BAR
         wait = WAIT if rank == 0 or (rank == 2 and multicast) else ""
         m.add(
-            rank, ARM + SYNC + (copy if rank == 1 else "") + wait + SYNC, LANE0, b=own, lead=own & 0xFEFFFFFF, bytes=1024,
+            rank, ARM + SYNC + (copy if rank == 1 else "") + wait + SYNC, LANE0, b=own,
+            lead=own & 0xFEFFFFFF, bytes=1024,
             dst=rank << 24 | 8192, map=where,
         )  # fmt: skip
     m.run()
@@ -266,7 +281,7 @@ def test_gather4():
     assert not got[[1, 3]].any(), "a bad row index loads zeros and still counts its bytes"
 
 
-# ---- stores -----------------------------------------------------------------------------------------------------------
+# ---- stores --------------------------------------------------------------------------------------
 
 STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%map, {%c0, %c1}], [8192], 0;"
 DONE = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
@@ -326,8 +341,10 @@ def test_uniform_store_of_a_whole_warp_happens_once():
 @pytest.mark.parametrize("op", ["add", "min", "max", "and", "or", "xor", "inc", "dec"])
 def test_reduce_operators(op):
     functions = {
-        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-        "inc": lambda t, old: np.where(old >= t, 0, old + 1), "dec": lambda t, old: np.where((old == 0) | (old > t), t, old - 1),
+        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
+        "or": np.bitwise_or, "xor": np.bitwise_xor,
+        "inc": lambda t, old: np.where(old >= t, 0, old + 1), "dec": lambda t,
+        old: np.where((old == 0) | (old > t), t, old - 1),
     }  # fmt: skip
     _, array, tile = reduce_machine(op)
     assert (array[2:10, 8:40] == functions[op](tile, np.uint32(7))).all()
@@ -343,14 +360,15 @@ def test_scatter4():
     )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     m.fill(0, 8192, swizzle_image(tile, "128B"))
-    m.add(0, "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%map, {0, 3, 9, 1, 15}], [8192];" + DONE,
+    m.add(0,
+    "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%map, {0, 3, 9, 1, 15}], [8192];" + DONE,
           LANE0, map=where)  # fmt: skip
     m.run()
     assert (array[[3, 9, 1, 15]] == tile).all()
     assert np.count_nonzero(array.any(1)) == 4
 
 
-# ---- misuse -----------------------------------------------------------------------------------------------------------
+# ---- misuse --------------------------------------------------------------------------------------
 
 
 def test_store_without_proxy_fence_names_the_writer():

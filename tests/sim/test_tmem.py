@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from cute_kernels.sim.checks import (
-    Deadlock, IllegalInstruction, MissingProxyFence, SharedOverwrite, TmemError, TmemLeak, TmemRace, UninitialisedRead,
+    Deadlock,
+    IllegalInstruction,
+    MissingProxyFence,
+    SharedOverwrite,
+    TmemError,
+    TmemLeak,
+    TmemRace,
+    UninitialisedRead,
     UnsupportedInstruction,
 )  # fmt: skip
 from tests.sim.fakes import LANE0, Machine
@@ -40,7 +47,7 @@ def prepared(columns: int = 64, **kw) -> tuple[Machine, np.ndarray]:
     return m, values
 
 
-# ---- allocation -------------------------------------------------------------------------------------------------------
+# ---- allocation ----------------------------------------------------------------------------------
 
 
 def test_alloc_writes_the_address_and_dealloc_frees():
@@ -123,11 +130,12 @@ def test_pair_leak_of_the_silent_partner():
         m.run()
 
 
-# ---- ld / st ----------------------------------------------------------------------------------------------------------
+# ---- ld / st -------------------------------------------------------------------------------------
 
 
 def cells(shape: str, num: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """[(lane, column) of register i for all threads], from figures 184-190 of the PTX manual, written as loops."""
+    """[(lane, column) of register i for all threads], from figures 184-190 of the PTX manual,
+    written as loops."""
     out = []
     for rep in range(num):
         if shape == "32x32b":
@@ -177,7 +185,8 @@ def test_st_then_ld(shape, num):
     names = ", ".join("%" + k for k in regs)
     m.add(
         0,
-        f"tcgen05.st.sync.aligned.{shape}.x{num}.b32 [%a], {{{names}}}; tcgen05.wait::st.sync.aligned;",
+        f"tcgen05.st.sync.aligned.{shape}.x{num}.b32 [%a], {{{names}}}; "
+        "tcgen05.wait::st.sync.aligned;",
         a=64,
         **regs,
     )
@@ -203,8 +212,10 @@ def test_16x32bx2():
 def test_pack_and_unpack():
     m, values = prepared(64)
     text = (
-        "tcgen05.ld.sync.aligned.32x32b.x2.pack::16b.b32 {%x, %y}, [%a]; tcgen05.wait::ld.sync.aligned;"
-        "tcgen05.st.sync.aligned.32x32b.x2.unpack::16b.b32 [%b], {%x, %y}; tcgen05.wait::st.sync.aligned;"
+        "tcgen05.ld.sync.aligned.32x32b.x2.pack::16b.b32 {%x, %y}, [%a]; "
+        "tcgen05.wait::ld.sync.aligned;"
+        "tcgen05.st.sync.aligned.32x32b.x2.unpack::16b.b32 [%b], {%x, %y}; "
+        "tcgen05.wait::st.sync.aligned;"
     )
     w = m.add(0, text, a=0, b=32)
     m.checks = m.checks.__class__(tmem_leak=False)
@@ -288,7 +299,7 @@ def test_store_without_wait_is_seen_by_others():
     assert seen[0]
 
 
-# ---- cp ---------------------------------------------------------------------------------------------------------------
+# ---- cp ------------------------------------------------------------------------------------------
 
 
 def descriptor(addr: int, sbo: int, lbo: int = 16, layout: int = 0) -> int:
@@ -296,7 +307,8 @@ def descriptor(addr: int, sbo: int, lbo: int = 16, layout: int = 0) -> int:
 
 
 COMMIT = (
-    "mbarrier.init.shared.b64 [1024], 1; tcgen05.commit.cta_group::{g}.mbarrier::arrive::one.shared::cluster.b64 [1024];"
+    "mbarrier.init.shared.b64 [1024], 1; "
+    "tcgen05.commit.cta_group::{g}.mbarrier::arrive::one.shared::cluster.b64 [1024];"
     "mbarrier.try_wait.parity.shared.b64 %p, [1024], 0;"
 )
 
