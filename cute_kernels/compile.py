@@ -270,7 +270,8 @@ def _disk() -> DiskCache:
 def load(kernel: Any, arch: str) -> Launcher:
     """The compiled kernel for ``arch`` ('sm_100a', ...), from memory, disk or the compiler.
 
-    Raises ValueError for an unknown target, RuntimeError when the DSL is missing or another version.
+    Raises ValueError for an unknown target, RuntimeError when the DSL is missing or another
+    version.
     """
     found = _state.kernels.get((kernel, arch))
     if found is not None:
@@ -466,7 +467,8 @@ class Launcher:
             )
 
     def _frame(self) -> tuple[Any, Any, Any]:
-        """Argument buffer of one thread, the array of addresses into it, and the callee's status."""
+        """Argument buffer of one thread, the array of addresses into it, and the callee's
+        status."""
         buffer = ctypes.create_string_buffer(8 * self._arity)
         result = ctypes.c_int32(0)
         base = ctypes.addressof(buffer)
@@ -489,7 +491,8 @@ def _cuda_error(code: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """Generated code of one kernel. ``sass`` is None without a disassembler (nvidia-cuda-nvdisasm)."""
+    """Generated code of one kernel. ``sass`` is None without a disassembler
+    (nvidia-cuda-nvdisasm)."""
 
     name: str
     arch: str

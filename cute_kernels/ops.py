@@ -1,8 +1,11 @@
-"""The operations on torch tensors: checked, registered with torch.library (namespace ``nvfp4_megamoe``), safe
+"""The operations on torch tensors: checked, registered with torch.library (namespace
+``nvfp4_megamoe``), safe
 under CUDA graphs and torch.compile.
 
-CUDA tensors run the kernels of `cute_kernels.device` on the stream and the device of the tensors; CPU tensors run
-`cute_kernels.torch_ops`, or the kernels in the simulator while one is active. Sizes of results depend on
+CUDA tensors run the kernels of `cute_kernels.device` on the stream and the device of the tensors;
+CPU tensors run
+`cute_kernels.torch_ops`, or the kernels in the simulator while one is active. Sizes of results
+depend on
 shapes alone, nothing waits for the device, zero tokens are valid everywhere.
 """
 
@@ -43,17 +46,22 @@ def quantize_rows(
     global_scale: Tensor | str = "per_token",
     row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise tokens to NVFP4: codes once per token, block scales once per routed row (numerics section 2).
+    """Quantise tokens to NVFP4: codes once per token, block scales once per routed row (numerics
+    section 2).
 
     x               (T, K) bf16, fp16 or fp32, K a multiple of 16; strided rows are copied first
-    expert_offsets  int32 (E+1,): routed rows of expert e are expert_offsets[e] : expert_offsets[e+1]
-    row_token       int32 (R,): token of each routed row. None: x itself is expert-major, R = T, and rows
+    expert_offsets  int32 (E+1,): routed rows of expert e are expert_offsets[e] :
+                    expert_offsets[e+1]
+    row_token       int32 (R,): token of each routed row. None: x itself is expert-major, R = T,
+                    and rows
                     past expert_offsets[E] are not quantised
-    global_scale    'per_token' (amax of the row / 2688), 'per_tensor', or fp32 with one element or (T,)
+    global_scale    'per_token' (amax of the row / 2688), 'per_tensor', or fp32 with one element or
+                    (T,)
     row_scale       fp32 (T,): x is multiplied by it first (top-k weights on the input)
 
     Returns data uint8 (T, K/2); scale uint8 (grouped_scale_rows(R, E), K/16 padded to 4) in
-    SWIZZLE_32_4_4_GROUPED, padding bytes 0 (tiles past the last expert's are not written); gx fp32 (T,).
+    SWIZZLE_32_4_4_GROUPED, padding bytes 0 (tiles past the last expert's are not written); gx fp32
+    (T,).
     Raises TypeError or ValueError before anything is allocated.
     """
     given: Tensor | None
@@ -91,7 +99,8 @@ def sort_routes(
     topk_weights  (T, K) floating point
     pad_rows      further entries of row_token and row_weight, for loads past the last routed row
 
-    Returns expert_offsets int32 (E+1,); row_token int32 and row_weight fp32 (T*K + pad_rows,), -1 and 0 past
+    Returns expert_offsets int32 (E+1,); row_token int32 and row_weight fp32 (T*K + pad_rows,), -1
+    and 0 past
     the last routed row; token_rows int32 (T, K), -1 where a slot has no row.
     Raises TypeError or ValueError before anything is allocated.
     """
@@ -109,7 +118,8 @@ def combine(
     shared: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y[t] = ((w0 * rows[r0]) + (w1 * rows[r1])) + ... + shared[t], r_j = token_rows[t, j], slots in order.
+    """y[t] = ((w0 * rows[r0]) + (w1 * rows[r1])) + ... + shared[t], r_j = token_rows[t, j], slots
+    in order.
 
     rows        (R, H) bf16, fp16 or fp32, H a multiple of 8
     token_rows  int32 (T, K), negative = this slot adds nothing
@@ -117,7 +127,8 @@ def combine(
     shared      (T, H): added last
     out_dtype   default: dtype of rows
 
-    fp32, each product and each sum rounded: the same bits in any batch. A token without a slot gets exactly 0
+    fp32, each product and each sum rounded: the same bits in any batch. A token without a slot
+    gets exactly 0
     (plus its shared row). Raises TypeError or ValueError before anything is allocated.
     """
     out: Tensor = torch.ops.nvfp4_megamoe.combine(
@@ -131,7 +142,8 @@ def permute_quantized_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay quantised rows that came from other ranks expert-major.
 
-    data            uint8 (N, K/2) codes; scale uint8 or float8_e4m3fn (N, K/16) row-major; gx fp32 (N,)
+    data            uint8 (N, K/2) codes; scale uint8 or float8_e4m3fn (N, K/16) row-major; gx fp32
+                    (N,)
     row_token       int32 (R,): input row of each routed row
     expert_offsets  int32 (E+1,)
 
@@ -209,7 +221,7 @@ def _check_sort(
         )
     if ids.device != weights.device:
         raise ValueError(f"topk_ids are on {ids.device}, topk_weights on {weights.device}")
-    if not (0 <= first and 1 <= local <= MAX_EXPERTS and first + local <= num_experts):
+    if not (first >= 0 and 1 <= local <= MAX_EXPERTS and first + local <= num_experts):
         raise ValueError(
             f"local experts must be 1 to {MAX_EXPERTS} of the {num_experts} experts, got "
             f"{first} : {first + local}"
@@ -353,11 +365,11 @@ def _sort_routes_kernel(
     _check_sort(ids, weights, num_experts, first, local, pad)
     tokens, slots = ids.shape
     pairs = tokens * slots
-    i32 = {"dtype": torch.int32, "device": ids.device}
-    offsets = torch.empty(local + 1, **i32)
-    row_token = torch.empty(pairs + pad, **i32)
-    row_weight = torch.empty(pairs + pad, dtype=torch.float32, device=ids.device)
-    token_rows = torch.empty((tokens, slots), **i32)
+    device, i32 = ids.device, torch.int32
+    offsets = torch.empty(local + 1, dtype=i32, device=device)
+    row_token = torch.empty(pairs + pad, dtype=i32, device=device)
+    row_weight = torch.empty(pairs + pad, dtype=torch.float32, device=device)
+    token_rows = torch.empty((tokens, slots), dtype=i32, device=device)
     if pairs == 0:
         return offsets.zero_(), row_token.fill_(-1), row_weight.zero_(), token_rows
     ids, weights = ids.contiguous(), weights.float().contiguous()
@@ -469,7 +481,9 @@ def _fake_permute(data: Tensor, scale: Tensor, gx: Tensor, row_token: Tensor, of
     return data.new_empty((routed, data.shape[1])), grouped, gx.new_empty(routed)
 
 
-def _plain_sort(ids: Tensor, weights: Tensor, experts: int, first: int, local: int, pad: int) -> Any:
+def _plain_sort(
+    ids: Tensor, weights: Tensor, experts: int, first: int, local: int, pad: int
+) -> Any:
     rows = ids.shape[0] * ids.shape[1] + pad
     return torch_ops.sort_routes(ids, weights, experts, first, local, rows)
 
@@ -501,9 +515,10 @@ _OPERATIONS = (
 def _register() -> None:
     for schema, (check, plain, kernel, fake) in _OPERATIONS:
         name = schema[: schema.index("(")]
-        _library.define(schema)
-        _library.impl(name, kernel, "CUDA")
-        _library.impl(name, _on_cpu(check, plain, kernel), "CPU")
+        _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(name, kernel, "CUDA")  # type: ignore[no-untyped-call]
+        on_cpu = _on_cpu(check, plain, kernel)
+        _library.impl(name, on_cpu, "CPU")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
 
 

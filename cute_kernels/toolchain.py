@@ -1,4 +1,5 @@
-"""What is installed and what it can compile for: a Status with a reason, not an assertion deep inside
+"""What is installed and what it can compile for: a Status with a reason, not an assertion deep
+inside
 a compiler.
 
 Nothing here compiles or imports the DSL: versions come from package metadata, and from the driver
@@ -29,7 +30,8 @@ ARCHES = frozenset({*TARGETS.values(), "sm_100f"})  # sm_100f: one object for th
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Answer to a support question: true or false, and why. ``arch``: the compile target, if any."""
+    """Answer to a support question: true or false, and why. ``arch``: the compile target, if
+    any."""
 
     ok: bool
     reason: str = ""
@@ -153,7 +155,7 @@ def check_driver(found: Installed) -> Status:
         return Status(
             False,
             f"cuda-bindings {found.bindings} needs a driver with CUDA {bindings_major}, the driver "
-            f"supports CUDA {major}.{minor}: pip install 'cuda-python<{major + 1}' or update the driver",
+            f"supports CUDA {major}.{minor}: pip install 'cuda-python<{major + 1}' or update it",
         )
     return Status(True)
 
@@ -167,7 +169,7 @@ def target(capability: tuple[int, int] | None) -> Status:
         supported = ", ".join(f"{a}.{b} ({t})" for (a, b), t in TARGETS.items())
         return Status(
             False,
-            f"compute capability {capability[0]}.{capability[1]} has no kernels here: NVFP4 kernels "
-            f"exist for {supported}; use backend='torch'",
+            f"no kernels for compute capability {capability[0]}.{capability[1]}, only for "
+            f"{supported}; use backend='torch'",
         )
     return Status(True, arch=arch)

@@ -1,4 +1,5 @@
-"""The operations of `cute_kernels.ops` in plain PyTorch: what CPU tensors get, and what the kernels must equal.
+"""The operations of `cute_kernels.ops` in plain PyTorch: what CPU tensors get, and what the
+kernels must equal.
 
 Any device, bit for bit; nothing waits for the device.
 """
@@ -50,7 +51,8 @@ def sort_routes(
     num_local_experts: int,
     num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `cute_kernels.ops.sort_routes`; ``num_rows`` is the length of row_token and row_weight."""
+    """See `cute_kernels.ops.sort_routes`; ``num_rows`` is the length of row_token and
+    row_weight."""
     tokens, slots = topk_ids.shape
     ids = topk_ids.reshape(-1).long()
     local = ids - first_expert

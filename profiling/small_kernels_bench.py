@@ -2,9 +2,12 @@
 
     python -m profiling.small_kernels_bench [--json FILE] [--variants]
 
-Every time is the median over replays of a CUDA graph that runs the operation on rotating inputs (together several
-times the L2 cache), divided by the number of operations in the graph. Bytes are those that must move: inputs
-once, results once; ``of copy`` is their rate over that of a device-to-device copy measured in the same run.
+Every time is the median over replays of a CUDA graph that runs the operation on rotating inputs
+(together several
+times the L2 cache), divided by the number of operations in the graph. Bytes are those that must
+move: inputs
+once, results once; ``of copy`` is their rate over that of a device-to-device copy measured in the
+same run.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +54,22 @@ def time_us(operations: list[Op], replays: int = 15) -> float:
     return statistics.median(times)
 
 
+def host_us(operation: Op, calls: int = 200) -> float:
+    """Microseconds of Python and driver per call; the device keeps up with small operations."""
+    for _ in range(20):
+        operation()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        operation()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / calls * 1e6
+
+
 def copy_rate(size: int = 2 << 30) -> float:
-    """Bytes per second (read + written) of the faster of two copies of ``size`` bytes: the driver's, and an
+    """Bytes per second (read + written) of the faster of two copies of ``size`` bytes: the
+    driver's, and an
     elementwise kernel."""
     a = torch.randn(size // 4, device="cuda")
     b = torch.empty_like(a)
@@ -75,14 +93,10 @@ class Shape:
         chosen = [scores.topk(top_k) for scores in logits]
         self.ids = [c.indices.int() for c in chosen]
         self.weights = [c.values.softmax(-1) for c in chosen]
-        self.plans = [
-            ops.sort_routes(i, w, experts) for i, w in zip(self.ids, self.weights)
-        ]
+        self.plans = [ops.sort_routes(i, w, experts) for i, w in zip(self.ids, self.weights)]
         row_sets = max(1, min(16, ROTATE_BYTES // (tokens * top_k * hidden * 2)))
         self.rows = [rand(tokens * top_k, hidden).bfloat16() for _ in range(row_sets)]
-        self.scale_rows = [
-            int(nvfp4.grouped_scale_offsets(plan[0])[-1]) for plan in self.plans
-        ]
+        self.scale_rows = [int(nvfp4.grouped_scale_offsets(plan[0])[-1]) for plan in self.plans]
 
     def row(self, name: str, us: float, size: float, rate: float) -> dict[str, Any]:
         return {
@@ -105,7 +119,8 @@ def bench(shape: Shape, rate: float) -> list[dict[str, Any]]:
     plans = shape.plans
 
     def add(name: str, operations: list[Op], size: float) -> None:
-        rows.append(shape.row(name, time_us(operations), size, rate))
+        row = shape.row(name, time_us(operations), size, rate)
+        rows.append({**row, "host_us": host_us(operations[0])})
 
     routes = list(zip(shape.ids, shape.weights))
     add(
@@ -146,7 +161,8 @@ def bench(shape: Shape, rate: float) -> list[dict[str, Any]]:
 
 
 def variants(shape: Shape, rate: float) -> list[dict[str, Any]]:
-    """The parts of quantize_rows alone, over the blocks a thread owns; sort_routes with 1 and 8 CTAs."""
+    """The parts of quantize_rows alone, over the blocks a thread owns; sort_routes with 1 and 8
+    CTAs."""
     from cute_kernels.device.quantize import GroupScales, QuantizeRows, scale_pitch
     from cute_kernels.device.routing import SortRoutes
 
@@ -208,7 +224,9 @@ def main() -> None:
     rate = copy_rate()
     device = torch.cuda.get_device_name()
     sys.stdout.write(f"{device}, copy {rate / 1e12:.2f} TB/s (read + written)\n")
-    sys.stdout.write(f"{'operation':34s} {'tokens':>6s} {'us':>9s} {'MB':>9s} {'of copy':>8s}\n")
+    sys.stdout.write(
+        f"{'operation':34s} {'tokens':>6s} {'us':>9s} {'MB':>9s} {'of copy':>8s} {'host us':>8s}\n"
+    )
     rows = []
     for tokens in args.tokens:
         shape = Shape(tokens, args.hidden, args.experts, args.top_k)
@@ -216,7 +234,7 @@ def main() -> None:
             rows.append(row)
             sys.stdout.write(
                 f"{row['op']:34s} {row['tokens']:6d} {row['us']:9.2f} {row['bytes'] / 1e6:9.2f} "
-                f"{row['of_copy']:8.3f}\n"
+                f"{row['of_copy']:8.3f} {row.get('host_us', float('nan')):8.1f}\n"
             )
     if args.json:
         with open(args.json, "w") as file:

@@ -14,7 +14,8 @@ GUARD = 0x7FFFFFFF
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``routing``: 'random', 'one' (everything to one expert), 'holes' (ids < 0, foreign and too large),
+    """``routing``: 'random', 'one' (everything to one expert), 'holes' (ids < 0, foreign and too
+    large),
     'nowhere' (no slot has a row). ``first`` is the global id of local expert 0 of 3 * experts."""
 
     tokens: int
@@ -69,7 +70,8 @@ class Case:
 
 
 def guarded(values: Tensor) -> Tensor:
-    """The same int32 values in a buffer whose next entries hold GUARD: reading past the end shows."""
+    """The same int32 values in a buffer whose next entries hold GUARD: reading past the end
+    shows."""
     buffer = torch.full((values.numel() + 64,), GUARD, dtype=torch.int32, device=values.device)
     buffer[: values.numel()] = values
     return buffer[: values.numel()]
@@ -79,9 +81,7 @@ def plan(case: Case, pad: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Offsets, row_token, row_weight and token_rows of the case in plain PyTorch."""
     ids, weights = case.routes()
     rows = ids.numel() + pad
-    return torch_ops.sort_routes(
-        ids, weights, case.all_experts, case.first, case.experts, rows
-    )
+    return torch_ops.sort_routes(ids, weights, case.all_experts, case.first, case.experts, rows)
 
 
 def assert_same(got: Tensor, want: Tensor, what: str) -> None:

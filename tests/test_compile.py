@@ -305,7 +305,8 @@ def test_h42_threads_do_not_pile_up(cache: Path) -> None:
 
 
 def test_threads_compile_one_at_a_time(cache: Path) -> None:
-    """Two compilers at once crash the process; 'one kernel per key' must hold for threads as well."""
+    """Two compilers at once crash the process; 'one kernel per key' must hold for threads as
+    well."""
     before = counts()
     results: list[Any] = []
     sizes = [32, 64, 96, 128] * 2

@@ -1,4 +1,5 @@
-"""The operations on CPU tensors against loops written from the contract, their registration, and the generated
+"""The operations on CPU tensors against loops written from the contract, their registration, and
+the generated
 code of the kernels behind them."""
 
 from __future__ import annotations
@@ -275,7 +276,11 @@ BAD: list[tuple[str, Any, str]] = [
         "global_scale",
     ),
     ("mode", lambda o, r: ops.quantize_rows(torch.zeros(3, 32), o, r, "per_row"), "per_token"),
-    ("experts", lambda o, r: ops.sort_routes(torch.zeros(1, 1).int(), torch.zeros(1, 1), 4, 2, 3), "2 : 5"),
+    (
+        "experts",
+        lambda o, r: ops.sort_routes(torch.zeros(1, 1).int(), torch.zeros(1, 1), 4, 2, 3),
+        "2 : 5",
+    ),
     ("shapes", lambda o, r: ops.sort_routes(torch.zeros(1, 2).int(), torch.zeros(1, 1), 4), "T, K"),
     ("columns", lambda o, r: ops.combine(torch.zeros(3, 12), r[:2, None]), "multiple of 8"),
     (

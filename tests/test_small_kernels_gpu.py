@@ -47,8 +47,16 @@ def cuda(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 ROUTES = [
     *(Case(t, experts=e, top_k=k) for t in (1, 2, 31, 33, 257) for e, k in ((8, 2), (3, 1))),
-    *(Case(t, routing=r, first=f) for t in (5, 700) for r in ("one", "holes", "nowhere") for f in (0, 5)),
-    *(Case(77, experts=e, top_k=3, routing="holes") for e in (1, 2, 3, 5, 7, 40, 60, 160, 385, 2000)),
+    *(
+        Case(t, routing=r, first=f)
+        for t in (5, 700)
+        for r in ("one", "holes", "nowhere")
+        for f in (0, 5)
+    ),
+    *(
+        Case(77, experts=e, top_k=3, routing="holes")
+        for e in (1, 2, 3, 5, 7, 40, 60, 160, 385, 2000)
+    ),
     Case(4096, experts=256, top_k=8),
     Case(8192, experts=384, top_k=8, routing="holes", ids=torch.int32),
     Case(3001, experts=129, top_k=6, ids=torch.int32),
@@ -64,13 +72,19 @@ def test_sort_routes(case: Case) -> None:
     got = ops.sort_routes(
         wide[:, : case.top_k], weights.to(CUDA), case.all_experts, case.first, case.experts, 100
     )
-    for g, w, name in zip(got, plan(case, 100), ("offsets", "row_token", "row_weight", "token_rows")):
+    for g, w, name in zip(
+        got, plan(case, 100), ("offsets", "row_token", "row_weight", "token_rows")
+    ):
         assert_same(g, w, name)
 
 
 QUANTIZE = [
     *(Case(t, hidden=h, routing="holes") for t in (1, 20, 130) for h in (16, 64, 352, 704, 2880)),
-    *(Case(40, hidden=h, dtype=d) for h in (32, 1856, 4096) for d in (torch.float16, torch.float32)),
+    *(
+        Case(40, hidden=h, dtype=d)
+        for h in (32, 1856, 4096)
+        for d in (torch.float16, torch.float32)
+    ),
     Case(64, hidden=7168, experts=256, top_k=8),
     Case(300, hidden=16384, experts=5, top_k=2, dtype=torch.float32),
     Case(33, hidden=20480, routing="one"),
@@ -97,9 +111,7 @@ def test_quantize_rows(case: Case, mode: str) -> None:
     want = ops.quantize_rows(x, offsets, row_token, given, weight)
     moved = given.to(CUDA) if isinstance(given, Tensor) else given
     on_gpu = (guarded(offsets.to(CUDA)), guarded(row_token.to(CUDA)))
-    got = ops.quantize_rows(
-        x.to(CUDA), *on_gpu, moved, None if weight is None else weight.to(CUDA)
-    )
+    got = ops.quantize_rows(x.to(CUDA), *on_gpu, moved, None if weight is None else weight.to(CUDA))
     assert_quantized(got, want, offsets)
 
 
@@ -145,7 +157,11 @@ def test_every_bf16_pattern_and_every_rounding_boundary() -> None:
 
 
 COMBINE = [
-    *(Case(t, hidden=h, top_k=k, routing="holes") for t in (1, 33) for h, k in ((64, 1), (2880, 4))),
+    *(
+        Case(t, hidden=h, top_k=k, routing="holes")
+        for t in (1, 33)
+        for h, k in ((64, 1), (2880, 4))
+    ),
     Case(100, hidden=7168, experts=256, top_k=8),
     Case(50, hidden=24, top_k=10, routing="nowhere"),
     Case(1000, hidden=704, top_k=6, routing="one"),
@@ -187,7 +203,9 @@ def test_permute_quantized_rows(hidden: int, routing: str) -> None:
     scale = q.scale.view(torch.uint8)
     want = ops.permute_quantized_rows(q.data, scale, q.global_scale, row_token, offsets)
     inputs = cuda((q.data, scale, q.global_scale))
-    got = ops.permute_quantized_rows(*inputs, guarded(row_token.to(CUDA)), guarded(offsets.to(CUDA)))
+    got = ops.permute_quantized_rows(
+        *inputs, guarded(row_token.to(CUDA)), guarded(offsets.to(CUDA))
+    )
     real = int(offsets[-1])
     whole = tuple(
         torch.cat((g[:real], w[real:].to(CUDA))) if i != 1 else g
@@ -303,7 +321,7 @@ def test_launches_on_the_device_of_the_tensors() -> None:
 
 def test_plain_implementation_gives_the_same_on_the_gpu() -> None:
     case = Case(129, hidden=352, routing="holes")
-    offsets, row_token, _, token_rows = plan(case)
+    offsets, row_token, _, _ = plan(case)
     x = case.x()
     want = torch_ops.quantize_rows(x, offsets, row_token, None, None)
     got = torch_ops.quantize_rows(*cuda((x, offsets, row_token)), None, None)

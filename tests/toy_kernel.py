@@ -27,9 +27,7 @@ class Toy:
 
     @cute.jit
     def __call__(self, inputs, out, n, factor, unused, stream):  # type: ignore[no-untyped-def]
-        self.kernel.set_name_prefix(
-            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(inputs[0], out, n, factor).launch(
             grid=((n + self.threads - 1) // self.threads, 1, 1),
             block=(self.threads, 1, 1),

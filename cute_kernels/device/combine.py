@@ -70,9 +70,7 @@ class Combine:
     @cute.jit
     def __call__(self, o, token_rows, weights, shared, y, tokens, stream):
         threads, ctas = _spread(self.hidden // self.WIDTH)
-        self.kernel.set_name_prefix(
-            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(o, token_rows, weights, shared, y).launch(
             grid=(tokens, ctas, 1), block=(threads, 1, 1), stream=stream, use_pdl=True
         )
@@ -105,7 +103,8 @@ class Combine:
         ptx.allow_next_kernel()
 
     def sum_slots(self, o, rows, factors, column):
-        """fp32 sums of this thread's columns. They start from -0.0, which changes no term added to it."""
+        """fp32 sums of this thread's columns. They start from -0.0, which changes no term added to
+        it."""
         pieces = [load_if(o.toint(), row, self.hidden, column, self.rows_dtype) for row in rows]
         nothing = Uint32(0x80000000).bitcast(Float32)  # the literal -0.0 may come out as 0.0
         total = [nothing] * self.WIDTH
@@ -160,7 +159,8 @@ def store(base, position, values, dtype):
 
 @dataclasses.dataclass(frozen=True)
 class PermuteRows:
-    """out[r] = data[row_token[r]] for routed rows r < expert_offsets[E], with their fp32 outer scales.
+    """out[r] = data[row_token[r]] for routed rows r < expert_offsets[E], with their fp32 outer
+    scales.
 
     row_bytes  bytes of a row, a multiple of 8
     One CTA per four rows of the output; rows past the last expert are left alone.
@@ -189,9 +189,7 @@ class PermuteRows:
     @cute.jit
     def __call__(self, data, gx, row_token, total, out, out_gx, rows, stream):
         threads, _ = _spread(self.row_bytes // self.width)
-        self.kernel.set_name_prefix(
-            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(data, gx, row_token, total, out, out_gx).launch(
             grid=((rows + self.ROWS - 1) // self.ROWS, 1, 1),
             block=(threads, 1, 1),
@@ -222,7 +220,7 @@ class PermuteRows:
 
     def copy_pieces(self, source, tokens, target, rows):
         """One piece of each of the rows; the loads are in flight together."""
-        load, store = ptx.load_u32x4, ptx.store_u32x4
+        load, store = ptx.load_u32x4, ptx.stream_u32x4  # a source row is read by several experts
         if self.width == 8:
             load, store = ptx.load_u32x2, ptx.store_u32x2
         pieces = [load(source + Int64(t) * self.row_bytes) for t in tokens]

@@ -6,7 +6,7 @@ Addresses are Int64 in bytes. Every memory access here is one instruction of the
 from __future__ import annotations
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 FULL_MASK = 0xFFFFFFFF
@@ -16,7 +16,8 @@ FULL_MASK = 0xFFFFFFFF
 
 
 def load_u32x4(address: Int64) -> tuple[Uint32, ...]:
-    """16 bytes that are read once. Not the read-only path (.nc): its loads may be moved before the wait
+    """16 bytes that are read once. Not the read-only path (.nc): its loads may be moved before the
+    wait
     for the kernel that writes them."""
     return inline_ptx(
         "ld.global.L1::no_allocate.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -60,6 +61,14 @@ def load_f32(address: Int64) -> Float32:
 def store_u32x4(address: Int64, words) -> None:
     inline_ptx(
         "st.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
+def stream_u32x4(address: Int64, words) -> None:
+    """Store of what is not read again soon: it leaves the L2 to others (evict first)."""
+    inline_ptx(
+        "st.global.cs.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words],
     )
 
@@ -118,7 +127,8 @@ def abs_f32(a: Float32) -> Float32:
 
 
 def max_u16x2(a: Uint32, b: Uint32) -> Uint32:
-    """Maximum of both 16-bit halves; of non-negative bf16 or fp16 bits it is their maximum, NaN on top."""
+    """Maximum of both 16-bit halves; of non-negative bf16 or fp16 bits it is their maximum, NaN on
+    top."""
     return inline_ptx(
         "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
     )
@@ -174,15 +184,15 @@ def pack_f16x2(low: Float32, high: Float32) -> Uint32:
 def encode_e4m3(value: Float32) -> Uint32:
     """fp32 -> E4M3 byte, round to nearest even, saturating; NaN becomes 0x7F."""
     return inline_ptx(
-        "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, {$r0}; "
-        "cvt.u32.u16 {$w0}, h; }",
+        "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, {$r0}; cvt.u32.u16 {$w0}, h; }",
         write_only_types=[Uint32],
         read_only_args=[value],
     )
 
 
 def decode_ue4m3(byte: Uint32) -> Float32:
-    """Finite UE4M3 byte -> fp32: its bits at the top of an fp32 fraction are the value times 2^-120."""
+    """Finite UE4M3 byte -> fp32: its bits at the top of an fp32 fraction are the value times
+    2^-120."""
     return mul((byte << 20).bitcast(Float32), Float32(2.0**120))
 
 
@@ -205,8 +215,10 @@ _CODE_BIAS = 2 * (127 + 22)  # what the exponent of the shifted value adds to a 
 def _shifted_code(value: Float32) -> Uint32:
     """E2M1 magnitude index of ``value`` plus _CODE_BIAS in the low 23 bits; junk above them.
 
-    With m = 2^max(exponent, 0) of |value| <= 6, |value| + 2^22 m rounds |value| to multiples of m/2, the E2M1
-    grid at that exponent, ties to even. The low bits are that multiple n, and the code is n + 2 * exponent.
+    With m = 2^max(exponent, 0) of |value| <= 6, |value| + 2^22 m rounds |value| to multiples of
+    m/2, the E2M1
+    grid at that exponent, ties to even. The low bits are that multiple n, and the code is n + 2 *
+    exponent.
     """
     magnitude = cutlass.cute.arch.fmin(abs_f32(value), 6.0)
     binade = cutlass.cute.arch.fmax(magnitude, 1.0).bitcast(Uint32) & 0x7F800000
@@ -233,7 +245,8 @@ def encode_e2m1x8_integer(values) -> Uint32:
 
 
 def wait_for_previous_kernel() -> None:
-    """Programmatic dependent launch: nothing of the previous kernel is visible before this returns."""
+    """Programmatic dependent launch: nothing of the previous kernel is visible before this
+    returns."""
     cutlass.cute.arch.griddepcontrol_wait()
 
 

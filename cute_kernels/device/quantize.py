@@ -1,9 +1,12 @@
 """Rows to NVFP4: codes and one outer scale per row, then block scales in the layout the MMA reads.
 
-    g = max(amax(row) / 2688, 2^-100);  s = e4m3(clamp(amax(block) / (6 g), 2^-9, 448));  code = e2m1(x / (s g))
+    g = max(amax(row) / 2688, 2^-100);  s = e4m3(clamp(amax(block) / (6 g), 2^-9, 448));  code =
+    e2m1(x / (s g))
 
-with the reciprocals of numerics section 2, bit for bit. Two kernels: `QuantizeRows` reads every row once and
-writes its codes and its scales row-major; `GroupScales` puts scales of routed rows into SWIZZLE_32_4_4_GROUPED
+with the reciprocals of numerics section 2, bit for bit. Two kernels: `QuantizeRows` reads every
+row once and
+writes its codes and its scales row-major; `GroupScales` puts scales of routed rows into
+SWIZZLE_32_4_4_GROUPED
 (a row goes to several experts, and each expert's rows start at a multiple of 128).
 """
 
@@ -28,24 +31,28 @@ WARP = 32
 
 
 def scale_pitch(hidden: int) -> int:
-    """Bytes between rows of the row-major scales that `QuantizeRows` writes: whole 16-byte accesses."""
+    """Bytes between rows of the row-major scales that `QuantizeRows` writes: whole 16-byte
+    accesses."""
     return -(-hidden // BLOCK // 16) * 16
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeRows:
-    """One CTA per row; a thread owns ``blocks_per_thread`` blocks of 16 elements and keeps them in registers
+    """One CTA per row; a thread owns ``blocks_per_thread`` blocks of 16 elements and keeps them in
+    registers
     between the row maximum and the codes, so a row is read once.
 
     hidden      K, a multiple of 16
     dtype       'BFloat16', 'Float16' or 'Float32'
     given       the outer scale is an input (static, per tensor), else per row from the data
     weighted    rows are multiplied by a weight first (fp32, rounded)
-    bounded     rows at and past ``limit[0]`` are skipped (expert-major rows of which only some exist)
+    bounded     rows at and past ``limit[0]`` are skipped (expert-major rows of which only some
+                exist)
     hardware    cvt.e2m1x2 exists (sm_100); otherwise the same bits by integer arithmetic
 
     x (rows, K); outer fp32 (rows,) or one element (``outer_stride`` 0); weight fp32 (rows,);
-    data uint8 (rows, K/2); scale uint8 (rows, scale_pitch), the bytes past K/16 are 0; gx fp32 (rows,).
+    data uint8 (rows, K/2); scale uint8 (rows, scale_pitch), the bytes past K/16 are 0; gx fp32
+    (rows,).
     """
 
     hidden: int
@@ -96,9 +103,7 @@ class QuantizeRows:
 
     @cute.jit
     def __call__(self, x, outer, weight, limit, data, scale, gx, rows, outer_stride, stream):
-        self.kernel.set_name_prefix(
-            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(x, outer, weight, limit, data, scale, gx, outer_stride).launch(
             grid=(rows, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
@@ -143,7 +148,8 @@ class QuantizeRows:
                 ptx.store_u8(scale_row + block, Uint32(0))
 
     def load_row(self, base, row, tid):
-        """Words of this thread's blocks; all loads are issued before the first use. Blocks past the row
+        """Words of this thread's blocks; all loads are issued before the first use. Blocks past
+        the row
         repeat its last block: that changes no maximum and stores nothing."""
         size = BLOCK * (4 if self.dtype == "Float32" else 2)  # bytes of a block
         start = base + Int64(row) * (self.hidden // BLOCK * size)
@@ -168,7 +174,9 @@ class QuantizeRows:
                 for v in ((w << 16).bitcast(Float32), (w & Uint32(0xFFFF0000)).bitcast(Float32))
             ]
         else:
-            values = [v for w in words for v in (ptx.half_to_f32(w, False), ptx.half_to_f32(w, True))]
+            values = [
+                v for w in words for v in (ptx.half_to_f32(w, False), ptx.half_to_f32(w, True))
+            ]
         return values if factor is None else [ptx.mul(v, factor) for v in values]
 
     def block_amax(self, words, factor):
@@ -225,8 +233,10 @@ def tree(operation, values):
 class GroupScales:
     """Row-major scales to SWIZZLE_32_4_4_GROUPED: one CTA per tile of 128 scale rows.
 
-    A thread reads 16 scales of the four rows r, r+32, r+64, r+96 and writes four 16-byte pieces, so both sides
-    move whole sectors. Rows without a routed row, and columns past K/16, are written 0. Tiles past the last
+    A thread reads 16 scales of the four rows r, r+32, r+64, r+96 and writes four 16-byte pieces,
+    so both sides
+    move whole sectors. Rows without a routed row, and columns past K/16, are written 0. Tiles past
+    the last
     expert are left alone.
 
     groups   K/16
@@ -240,7 +250,7 @@ class GroupScales:
     groups: int
     pitch: int
     indexed: bool = True
-    threads: int = 256
+    threads: int = 128
 
     @property
     def name(self) -> str:
@@ -270,9 +280,7 @@ class GroupScales:
 
     @cute.jit
     def __call__(self, scale, row_token, expert_offsets, grouped, num_experts, tiles, stream):
-        self.kernel.set_name_prefix(
-            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(scale, row_token, expert_offsets, grouped, num_experts).launch(
             grid=(tiles, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
@@ -300,7 +308,8 @@ class GroupScales:
         ptx.allow_next_kernel()
 
     def row_addresses(self, scale, row_token, row, end):
-        """(address, exists) of the scales of rows row + 0, 32, 64, 96. A row that does not exist gets the
+        """(address, exists) of the scales of rows row + 0, 32, 64, 96. A row that does not exist
+        gets the
         address of one that does: its load is harmless, and no load waits for a branch."""
         routed = [row + 32 * q for q in range(4)]
         sources = [cutlass.min(r, end - 1) for r in routed]

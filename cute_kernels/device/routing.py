@@ -3,8 +3,10 @@
 A cluster of CTAs takes the pairs in order, every warp a contiguous run of them:
 
     1. each warp counts its pairs per expert and notes each pair's rank within the warp
-    2. a CTA sums over its warps, the cluster over its CTAs, and a scan over experts gives first rows
-    3. row of a pair = first row of its expert + pairs of that expert in earlier CTAs and warps + rank
+    2. a CTA sums over its warps, the cluster over its CTAs, and a scan over experts gives first
+    rows
+    3. row of a pair = first row of its expert + pairs of that expert in earlier CTAs and warps +
+    rank
 
 Nothing is atomic: the order of rows is the order of pairs.
 """
@@ -34,9 +36,11 @@ class SortRoutes:
     ids          'Int32' or 'Int64'
     ctas         CTAs of the one cluster: 1 for few pairs, 8 for many
 
-    topk_ids (T, K) global ids; weights fp32 (T, K); pairs = T * K; first_expert: global id of local expert 0;
+    topk_ids (T, K) global ids; weights fp32 (T, K); pairs = T * K; first_expert: global id of
+    local expert 0;
     global_experts: ids at and past it are ignored, like negative ones and those of other ranks.
-    expert_offsets int32 (E+1,); row_token int32, row_weight fp32 (rows,) with rows >= pairs: -1 and 0 past
+    expert_offsets int32 (E+1,); row_token int32, row_weight fp32 (rows,) with rows >= pairs: -1
+    and 0 past
     the last routed row; token_rows int32 (T, K): -1 where a slot has no row here.
     """
 
@@ -78,9 +82,7 @@ class SortRoutes:
         global_experts,
         stream,
     ):
-        self.kernel.set_name_prefix(
-            self.name, remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         inputs = (topk_ids, weights, first_expert, global_experts)
         outputs = (expert_offsets, row_token, row_weight, token_rows)
         self.kernel(inputs, outputs, pairs, rows).launch(
@@ -93,7 +95,6 @@ class SortRoutes:
 
     @cute.kernel
     def kernel(self, inputs, outputs, pairs, rows):
-        topk_ids, weights, first_expert, global_experts = inputs
         expert_offsets, row_token, row_weight, token_rows = outputs
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -123,7 +124,8 @@ class SortRoutes:
         ptx.allow_next_kernel()
 
     def allocate(self):
-        """Counters (warp, expert), totals of this CTA, first rows for this CTA, partial sums of the scan."""
+        """Counters (warp, expert), totals of this CTA, first rows for this CTA, partial sums of
+        the scan."""
         sizes = (self.warps * self.num_experts, self.num_experts, self.num_experts, self.warps)
         return [
             cute.make_tensor(cute.arch.alloc_smem(Int32, n, alignment=16), cute.make_layout(n))
@@ -138,7 +140,8 @@ class SortRoutes:
             cute.arch.cluster_wait()
 
     def load_experts(self, inputs, base, stop):
-        """Local experts of the pairs base + 0, 32, 64, ..: -1 without a row and from ``stop`` on. The loads are
+        """Local experts of the pairs base + 0, 32, 64, ..: -1 without a row and from ``stop`` on.
+        The loads are
         in flight together."""
         topk_ids, _, first_expert, global_experts = inputs
         index = [base + WARP * n for n in range(BATCH)]
@@ -163,17 +166,21 @@ class SortRoutes:
         return index, experts
 
     def lanes_alike(self, expert):
-        """Mask of lanes with the same expert: one vote per bit, cheaper than match.any for many experts."""
+        """Mask of lanes with the same expert: one vote per bit, cheaper than match.any for many
+        experts."""
         mask = Uint32(FULL_MASK)
         for b in range(self.num_experts.bit_length()):
             bit = (expert >> b) & 1
             ballot = Uint32(cute.arch.vote_ballot_sync(bit != 0))
-            mask = mask & (ballot ^ Uint32(bit - 1))  # bit 1: those that voted, bit 0: those that did not
+            mask = mask & (
+                ballot ^ Uint32(bit - 1)
+            )  # bit 1: those that voted, bit 0: those that did not
         return mask
 
     @cute.jit
     def rank_pairs(self, inputs, token_rows, sCount, begin, stop, tid):
-        """Count this warp's pairs per expert; token_rows gets the rank of each, -1 where there is no row."""
+        """Count this warp's pairs per expert; token_rows gets the rank of each, -1 where there is
+        no row."""
         lane, warp = tid % WARP, tid // WARP
         base = begin
         while base < stop:
@@ -229,7 +236,8 @@ class SortRoutes:
 
     @cute.jit
     def scan_experts(self, sTotal, sFirst, sScan, expert_offsets, cta, tid):
-        """sFirst[e] = first row of expert e + its pairs in earlier CTAs. Returns the number of routed rows."""
+        """sFirst[e] = first row of expert e + its pairs in earlier CTAs. Returns the number of
+        routed rows."""
         lane, warp = tid % WARP, tid // WARP
         done = Int32(0)  # rows of the experts of earlier steps
         for step in cutlass.range_constexpr(-(-self.num_experts // self.threads)):
@@ -272,4 +280,3 @@ class SortRoutes:
                     if c < cta:
                         earlier += counts[c]
         return earlier, count
-
