@@ -3,8 +3,10 @@ red.async."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,7 +109,7 @@ def wait_group(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
     for groups in mine:
         if not groups.complete(allowed):
             return Blocked(
-                lambda g=groups: g.complete(allowed),
+                partial(groups.complete, allowed),
                 f"cp.async.bulk.wait_group {allowed}",
                 groups.signal,
             )
@@ -245,15 +247,13 @@ def _load(sim: Any, warp: Any, instr: Any, lane: int, size: int) -> None:
 
     sim.counters.add(warp, "bulk_load_bytes", size)
     for lo, hi in parts:
-        sim.async_ops.add(
-            AsyncOp("tma", lambda lo=lo, hi=hi: run(lo, hi), (warp, instr), label="bulk load")
-        )
+        sim.async_ops.add(AsyncOp("tma", partial(run, lo, hi), (warp, instr), label="bulk load"))
 
 
 def _cuts(sim: Any, size: int) -> list[tuple[int, int]]:
     pieces = sim.policy.pieces(size // 16)
     edges = [size // 16 * i // pieces * 16 for i in range(pieces + 1)]
-    return [(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False) if lo < hi]
+    return [(lo, hi) for lo, hi in itertools.pairwise(edges) if lo < hi]
 
 
 def put_async(cta: Any, part: ByteSet, data: np.ndarray) -> None:
@@ -493,8 +493,7 @@ def st_async(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     dst_op, value_op, bar_op = instr.operands
     width = _BYTES[instr.mods[-1]]
     items = value_op.items if hasattr(value_op, "items") else (value_op,)
-    for lane in np.flatnonzero(mask):
-        lane = int(lane)
+    for lane in map(int, np.flatnonzero(mask)):
         dest, offset = target(
             warp, _shared(address(warp, dst_op, lane)), width * len(items), width * len(items)
         )

@@ -207,6 +207,11 @@ class ByteSet:
     def __init__(self, lo: int = 0, hi: int = 0, chunks: np.ndarray | None = None) -> None:
         self.lo, self.hi, self.chunks = lo, hi, chunks
 
+    @property
+    def end(self) -> int:
+        """Offset behind the last byte."""
+        return self.hi if self.chunks is None else int(self.chunks.max()) * 16 + 16
+
     def get(self, array: np.ndarray) -> np.ndarray:
         """The elements of a per-byte `array`: (n,) for a slice, (chunks..., 16) for chunks; a copy
         for chunks."""

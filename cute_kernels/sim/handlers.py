@@ -21,12 +21,14 @@ TABLE: MappingProxyType[str, Handler] = MappingProxyType(
         "cp.async.bulk.prefetch.tensor": bulk.no_effect,
         **tcgen05.HANDLERS,
         **mma.HANDLERS,
-    }  # fmt: skip
+    }
 )
 _BASES = frozenset(
-    ("mbarrier", "bar", "barrier", "fence", "membar", "griddepcontrol", "clusterlaunchcontrol",
-    "nanosleep", "setmaxnreg", "prefetch",
-     "prefetchu", "applypriority", "discard", "tensormap", "tcgen05")
+    (
+        "mbarrier", "bar", "barrier", "fence", "membar", "griddepcontrol", "clusterlaunchcontrol",
+        "nanosleep", "setmaxnreg", "prefetch", "prefetchu", "applypriority", "discard",
+        "tensormap", "tcgen05",
+    )
 )  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def _issue_checks(sim: Any, share: Share, pipe: int) -> None:
     for name, part in (("A", share.a), ("B", share.b)):
         if part is not None:
             need(
-                int(part.chunks.max()) * 16 + 16 <= share.cta.shared.size,
+                part.end <= share.cta.shared.size,
                 f"the descriptor of {name} leaves shared memory",
             )
             check_async_access(sim, share.cta, part, f"tcgen05.mma (operand {name})", False)
@@ -331,7 +331,6 @@ def _write_d(sim: Any, op: Mma, share: Share, product: np.ndarray, v: int) -> No
     tmem = share.cta.tmem
     if op.idesc.d == "f16":
         raise UnsupportedInstruction("tcgen05.mma with an f16 accumulator is not modelled")
-    lane, column = op.d
     row = 0
     for i, area in enumerate(share.d):
         if op.group == 2 and op.idesc.m == 128:

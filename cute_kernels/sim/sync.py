@@ -272,7 +272,10 @@ class NamedBarrier:
     def __str__(self) -> str:
         size = self.threads()
         who = ", ".join(f"warp {w}" + ("" if waits else " (arrive)") for w, waits in self.arrived)
-        return f"named barrier {self.number}: {32 * len(self.arrived)} of {size} threads ({who or 'none'})"
+        return (
+            f"named barrier {self.number}: {32 * len(self.arrived)} of {size} threads "
+            f"({who or 'none'})"
+        )
 
     def threads(self) -> int:
         return self.need or 32 * sum(not w.agent.done for w in self.cta.warps)

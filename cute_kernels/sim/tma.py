@@ -8,8 +8,9 @@ still count.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -204,11 +205,9 @@ def _load(sim: Any, warp: Any, instr: Any, lane: int) -> None:
     pieces = sim.policy.pieces(rows)
     edges = [rows * i // pieces for i in range(pieces + 1)]
     sim.counters.tma(warp, rows * tensor.transaction_row_bytes(), len(places))
-    for lo, hi in zip(edges, edges[1:], strict=False):
+    for lo, hi in itertools.pairwise(edges):
         if lo < hi:
-            sim.async_ops.add(
-                AsyncOp("tma", lambda lo=lo, hi=hi: run(lo, hi), (warp, instr), label="load")
-            )
+            sim.async_ops.add(AsyncOp("tma", partial(run, lo, hi), (warp, instr), label="load"))
 
 
 def _destinations(

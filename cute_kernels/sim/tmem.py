@@ -36,7 +36,10 @@ class Region:
         )
 
     def __str__(self) -> str:
-        return f"lanes {self.lane}..{self.lane + self.lanes - 1}, columns {self.column}..{self.column + self.columns - 1}"
+        return (
+            f"lanes {self.lane}..{self.lane + self.lanes - 1}, columns "
+            f"{self.column}..{self.column + self.columns - 1}"
+        )
 
 
 @dataclass

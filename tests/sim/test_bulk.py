@@ -36,9 +36,8 @@ def test_bulk_load(schedule, seed):
     data = some_bytes(4096)
     src = m.global_memory.place(data)
     text = (
-        ARM
-        + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], [%s+64], 1024, [%b];"
-        + WAIT
+        ARM + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [4096], "
+        "[%s+64], 1024, [%b];" + WAIT
     )
     m.add(0, text, LANE0, b=BAR, bytes=1024, s=src)
     m.run()
@@ -51,7 +50,10 @@ def test_bulk_load_multicast():
     m = Machine(ctas=2)
     data = some_bytes(256)
     src = m.global_memory.place(data)
-    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%d], [%s], 256, [%b], 3;"
+    copy = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%d], [%s], 256, [%b], 3;"
+    )
     for rank in range(2):
         text = ARM + SYNC + (copy if rank == 0 else "") + WAIT + SYNC
         m.add(rank, text, LANE0, b=rank << 24 | BAR, d=4096, bytes=256, s=src)
@@ -67,7 +69,8 @@ def test_bulk_store_and_shared_to_shared():
     m.fill(0, 4096, data)
     m.add(
         0,
-        SYNC + "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r], [4096], 512, [%rb];" + SYNC,
+        SYNC + "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r], "
+            "[4096], 512, [%rb];" + SYNC,
         LANE0, r=1 << 24 | 8192, rb=1 << 24 | BAR,
     )  # fmt: skip
     store = "cp.async.bulk.global.shared::cta.bulk_group [%d], [%mine], 512;"
@@ -153,7 +156,9 @@ def test_reduce_to_shared_of_another_cta():
     m.fill(1, 8192, np.full(16, 2, np.uint32))
     m.add(
         0,
-        SYNC + "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [%r], [4096], 64, [%rb];"
+        SYNC +
+                "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32"
+        " [%r], [4096], 64, [%rb];"
         + SYNC, LANE0, r=1 << 24 | 8192, rb=1 << 24 | BAR,
     )  # fmt: skip
     m.add(1, ARM + SYNC + WAIT + SYNC, LANE0, b=1 << 24 | BAR, bytes=64)
@@ -230,7 +235,8 @@ def test_cp_async_sizes(size, schedule):
     src = m.global_memory.place(data)
     kind = "cg" if size == 16 else "ca"
     m.add(
-        0, f"cp.async.{kind}.shared.global [%d], [%s], {size}; cp.async.commit_group; cp.async.wait_group 0;",
+        0, f"cp.async.{kind}.shared.global [%d], [%s], {size}; cp.async.commit_group; "
+            "cp.async.wait_group 0;",
         d=4096 + size * LANES, s=src + size * (31 - LANES),
     )  # fmt: skip
     m.run()
@@ -291,7 +297,8 @@ def test_cp_async_mbarrier_arrive(noinc, seed):
         text += f"mbarrier.arrive.shared.b64 _, [{BAR}];"
     m.add(0, text + "bar.sync 2, 64;", d=4096 + 16 * LANES, s=src + 16 * LANES)
     w = m.add(
-        0, f"mbarrier.init.shared.b64 [{BAR}], 32; bar.sync 1, 64; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0; bar.sync 2, 64;",
+        0, f"mbarrier.init.shared.b64 [{BAR}], 32; bar.sync 1, 64; "
+            f"mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0; bar.sync 2, 64;",
         LANE0,
     )  # fmt: skip
     m.run()
@@ -351,7 +358,8 @@ def test_st_async(kind, n):
     values = "{%v, %v, %v, %v}" if n == 4 else "%v"
     size = {"u32": 4, "b64": 8, "v4.b32": 16}[kind]
     m.add(
-        0, SYNC + f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind} [%d], {values}, [%rb];" + SYNC, LANE0,
+        0, SYNC + f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind} [%d], "
+            f"{values}, [%rb];" + SYNC, LANE0,
         d=1 << 24 | 4096, rb=1 << 24 | BAR, v=0x1122334455667788,
     )  # fmt: skip
     w = m.add(1, ARM + SYNC + WAIT + SYNC, LANE0, b=1 << 24 | BAR, bytes=size)
@@ -366,7 +374,9 @@ def test_red_async_add():
     m = Machine(ctas=2)
     m.fill(1, 4096, np.array([40], np.uint32))
     m.add(
-        0, SYNC + "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%d], %v, [%rb];" + SYNC, LANE0,
+        0, SYNC +
+            "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 "
+                "[%d], %v, [%rb];" + SYNC, LANE0,
         d=1 << 24 | 4096, rb=1 << 24 | BAR, v=2,
     )  # fmt: skip
     m.add(1, ARM + SYNC + WAIT + SYNC, LANE0, b=1 << 24 | BAR, bytes=4)

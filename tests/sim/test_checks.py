@@ -117,7 +117,10 @@ class Pipeline:
     def setup(self) -> str:
         text = ""
         for s in range(STAGES):
-            text += f"mbarrier.init.shared.b64 [{FULL + 8 * s}], 1; mbarrier.init.shared.b64 [{EMPTY + 8 * s}], 1;"
+            text += (
+                f"mbarrier.init.shared.b64 [{FULL + 8 * s}], 1; mbarrier.init.shared.b64 "
+                f"[{EMPTY + 8 * s}], 1;"
+            )
         return text + f"mbarrier.init.shared.b64 [{DONE}], 1; bar.sync 1, 192;"
 
     def producer(self) -> str:

@@ -162,8 +162,14 @@ class Case:
         a = "[%ta]" if self.a_tmem else "%da"
         if self.scaled:
             how = self.scale_name or f"block{self.block}"
-            return f"tcgen05.mma.cta_group::{self.group}.kind::{self.kind}.block_scale.{how} [%d], {a}, %db, %i, [%sfa], [%sfb], %pe;"
-        return f"tcgen05.mma.cta_group::{self.group}.kind::{self.kind}.collector::a::discard [%d], {a}, %db, %i, %pe;"
+            return (
+                f"tcgen05.mma.cta_group::{self.group}.kind::{self.kind}.block_scale.{how} "
+                f"[%d], {a}, %db, %i, [%sfa], [%sfb], %pe;"
+            )
+        return (
+            f"tcgen05.mma.cta_group::{self.group}.kind::{self.kind}.collector::a::discard "
+            f"[%d], {a}, %db, %i, %pe;"
+        )
 
 
 COMMIT = (
@@ -274,11 +280,11 @@ class Bench:
 
     def registers(self) -> dict[str, int]:
         c = self.case
-        return dict(
-            d=D, da=smem_desc(A_AT, c.layout, self.lbo, self.sbo), db=smem_desc(B_AT, c.layout,
-            self.lbo, self.sbo), i=c.idesc(),
-            sfa=SFA, sfb=SFB, pe=int(c.accumulate), ta=300,
-        )  # fmt: skip
+        return {
+            "d": D, "da": smem_desc(A_AT, c.layout, self.lbo, self.sbo), "i": c.idesc(),
+            "db": smem_desc(B_AT, c.layout, self.lbo, self.sbo), "sfa": SFA, "sfb": SFB,
+            "pe": int(c.accumulate), "ta": 300,
+        }  # fmt: skip
 
     def run(self, text: str | None = None, **more) -> tuple[np.ndarray, np.ndarray]:
         self.m.add(0, text or self.text(), LANE0, **{**self.registers(), **more})
@@ -592,7 +598,10 @@ def test_commit_multicast(schedule):
         "mbarrier.init.shared.b64 [%b], 1;",
         "mbarrier.try_wait.parity.shared.b64 %p, [%b], 0;",
     )
-    commit = "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%b], 3;"
+    commit = (
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster"
+        ".multicast::cluster.b64 [%b], 3;"
+    )
     w = bench.m.add(
         0,
         init + sync + case.instruction() + commit + wait + sync,

@@ -110,7 +110,8 @@ def test_expect_tx_and_complete_tx():
     w = m.add(
         0,
         INIT
-        + f"mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [{BAR}], 64;"  # bytes may land before the arming
+        # bytes may land before the arming
+        + f"mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [{BAR}], 64;"
         + f"mbarrier.arrive.expect_tx.shared.b64 _, [{BAR}], 128;"
         + f"mbarrier.test_wait.parity.shared.b64 %pa, [{BAR}], 0;"
         + f"mbarrier.complete_tx.shared::cta.b64 [{BAR}], 64;"
@@ -391,7 +392,7 @@ def test_cluster_barrier(seed):
 def test_cluster_barrier_misuse():
     m = Machine()
     m.add(0, "barrier.cluster.wait.acquire.aligned;")
-    with pytest.raises(BarrierError, match="without barrier.cluster.arrive"):
+    with pytest.raises(BarrierError, match=r"without barrier\.cluster\.arrive"):
         m.run()
     m = Machine(ctas=2)
     m.add(0, "barrier.cluster.arrive.aligned; barrier.cluster.arrive.aligned;")
@@ -439,7 +440,8 @@ def test_query_cancel_decodes():
     from cute_kernels.sim.ptx import Reg, Vec
 
     class Stub:
-        out: dict = {}
+        def __init__(self):
+            self.out = {}
 
         def read(self, op):
             return np.stack(
@@ -503,7 +505,7 @@ def test_unknown_fence_and_instruction():
     for text in ("fence.proxy.strange;", "fence.strange;", "tcgen05.strange;"):
         m = Machine()
         m.add(0, text)
-        with pytest.raises(Exception, match="unknown|not modelled"):
+        with pytest.raises(Exception, match=r"unknown|not modelled"):
             m.run()
 
 

@@ -52,10 +52,10 @@ def test_round_trip(tensor):
 
 def test_rules():
     for change, message in (
-        (dict(box=(128, 8, 1)), "swizzle span"),
-        (dict(box=(4, 8, 1)), "multiple of 16"),
-        (dict(address=0x1008), "multiple of 16"),
-        (dict(interleave=1), "interleaved"),
+        ({"box": (128, 8, 1)}, "swizzle span"),
+        ({"box": (4, 8, 1)}, "multiple of 16"),
+        ({"address": 0x1008}, "multiple of 16"),
+        ({"interleave": 1}, "interleaved"),
     ):
         with pytest.raises(TensorMapError, match=message):
             TensorMap(**{**EXAMPLE.__dict__, **change}).check()

@@ -271,7 +271,8 @@ def test_gather4():
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     m.add(
         0,
-        ARM + "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes"
+        ARM +
+            "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes"
         " [8192], [%map, {0, %r0, %r1, %r2, %r3}], [%b];" + WAIT,
         LANE0, b=BAR, bytes=512, map=where, r0=31, r1=-1, r2=5, r3=32,
     )  # fmt: skip
@@ -283,7 +284,10 @@ def test_gather4():
 
 # ---- stores --------------------------------------------------------------------------------------
 
-STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%map, {%c0, %c1}], [8192], 0;"
+STORE = (
+    "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%map, "
+    "{%c0, %c1}], [8192], 0;"
+)
 DONE = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
 
 
@@ -327,7 +331,10 @@ def reduce_machine(op: str, lanes=LANE0):
     )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     m.fill(0, 8192, swizzle_image(tile, "128B"))
-    text = f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{op}.tile.bulk_group [%map, {{8, 2}}], [8192];"
+    text = (
+        f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{op}.tile.bulk_group [%map, "
+        f"{{8, 2}}], [8192];"
+    )
     m.add(0, text + DONE, lanes, map=where)
     return m.run(), array, tile
 
@@ -361,7 +368,8 @@ def test_scatter4():
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
     m.fill(0, 8192, swizzle_image(tile, "128B"))
     m.add(0,
-    "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%map, {0, 3, 9, 1, 15}], [8192];" + DONE,
+    "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%map, "
+        "{0, 3, 9, 1, 15}], [8192];" + DONE,
           LANE0, map=where)  # fmt: skip
     m.run()
     assert (array[[3, 9, 1, 15]] == tile).all()
@@ -408,7 +416,8 @@ def test_uninitialised_store_source():
 
 
 def test_store_source_is_busy_until_the_wait():
-    m, _, _ = store_machine(text=STORE + "cp.async.bulk.commit_group; nanosleep.u32 1; bar.sync 1, 64;"
+    m, _, _ = store_machine(text=STORE + "cp.async.bulk.commit_group; nanosleep.u32 1; "
+        "bar.sync 1, 64;"
                             "cp.async.bulk.wait_group.read 0; bar.sync 2, 64;")  # fmt: skip
     busy: list[int] = []
     original = m.find_handler
@@ -427,8 +436,8 @@ def test_store_source_is_busy_until_the_wait():
 
 def test_load_over_a_store_in_flight():
     load_text = (
-        ARM
-        + "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [8192], [%map, {%c0, %c1}], [%b];"
+        ARM + "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        "[8192], [%map, {%c0, %c1}], [%b];"
     )
     m, _, _ = store_machine(text=STORE + load_text + WAIT + DONE, coords=(0, 0))
     m.cluster.ctas[0].warps[0].values.update(
@@ -455,7 +464,10 @@ def test_wrong_transaction_bytes(bytes_):
         m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B"
     )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
-    copy = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [8192], [%map, {0, 0}], [%b];"
+    copy = (
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        "[8192], [%map, {0, 0}], [%b];"
+    )
     w = m.add(0, ARM + copy + WAIT, LANE0, b=BAR, bytes=bytes_, map=where)
     if bytes_ < 1024:
         with pytest.raises(BarrierError, match="16 more bytes"):
@@ -472,7 +484,10 @@ def test_two_loads_into_one_place():
         m.global_memory.place(array), "u16", (64, 8), (128,), (64, 8), (1, 1), "128B"
     )
     where = m.global_memory.place(np.frombuffer(tensor.encode(), np.uint8).copy())
-    copy = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [8192], [%map, {0, 0}], [%b];"
+    copy = (
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        "[8192], [%map, {0, 0}], [%b];"
+    )
     m.add(0, ARM + copy * 2 + WAIT, LANE0, b=BAR, bytes=2048, map=where)
     with pytest.raises(SharedRace):
         m.run()
@@ -490,7 +505,10 @@ def test_illegal_forms():
             m.run()
         assert caught.value.line is not None
 
-    base = "cp.async.bulk.tensor.{}d.shared::cta.global.{}.mbarrier::complete_tx::bytes [{}], [%map, {{{}}}], [%b];"
+    base = (
+        "cp.async.bulk.tensor.{}d.shared::cta.global.{}.mbarrier::complete_tx::bytes "
+        "[{}], [%map, {{{}}}], [%b];"
+    )
     attempt(base.format(3, "tile", 8192, "0, 0, 0"), IllegalInstruction, "rank 2")
     attempt(base.format(2, "im2col", 8192, "0, 0"), UnsupportedInstruction, "im2col")
     attempt(base.format(2, "tile", 8200, "0, 0"), Exception, "multiple of 128")

@@ -103,7 +103,7 @@ def test_contention_blocks_and_shows_in_the_deadlock():
     m = Machine()
     m.add(0, ALLOC + "bar.sync 1, 64;" + FREE, n=512, t=0)
     m.add(0, "nanosleep.u32 1;" + ALLOC.replace("2048", "2056") + "bar.sync 1, 64;", n=32)
-    with pytest.raises(Deadlock, match="tcgen05.alloc of 32 columns"):
+    with pytest.raises(Deadlock, match=r"tcgen05\.alloc of 32 columns"):
         m.run()
     m = Machine()
     m.add(0, ALLOC + "nanosleep.u32 1;" * 3 + FREE, n=512, t=0)
@@ -167,7 +167,10 @@ def test_ld(shape, num, warp):
     want = cells(shape, num)
     regs = ", ".join(f"%r{i}" for i in range(len(want)))
     for w in range(warp + 1):
-        text = f"tcgen05.ld.sync.aligned.{shape}.x{num}.b32 {{{regs}}}, [%a]; tcgen05.wait::ld.sync.aligned;"
+        text = (
+            f"tcgen05.ld.sync.aligned.{shape}.x{num}.b32 {{{regs}}}, [%a]; "
+            "tcgen05.wait::ld.sync.aligned;"
+        )
         m.add(0, (text if w == warp else "nanosleep.u32 1;"), a=(32 * w) << 16 | 32)
     m.checks = m.checks.__class__(tmem_leak=False)
     m.run()
@@ -427,7 +430,10 @@ def test_cp_source_is_busy_until_the_commit_arrives():
     m, _ = prepared(64)
     m.fill(0, 4096, np.zeros(512, np.uint8))
     src = m.global_memory.place(np.zeros(512, np.uint8))
-    text = "tcgen05.cp.cta_group::1.32x128b.warpx4 [%a], %d; cp.async.cg.shared.global [4096], [%s], 16;"
+    text = (
+        "tcgen05.cp.cta_group::1.32x128b.warpx4 [%a], %d; cp.async.cg.shared.global "
+        "[4096], [%s], 16;"
+    )
     m.add(0, text, LANE0, a=0, d=descriptor(4096, 128), s=src)
     with pytest.raises(SharedOverwrite):
         m.run()

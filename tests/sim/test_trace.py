@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -50,7 +51,7 @@ def test_slices_of_one_row_nest_or_follow():
             rows.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
     for spans in rows.values():
         spans.sort()
-        for (a, b), (c, d) in zip(spans, spans[1:]):
+        for (a, b), (c, d) in itertools.pairwise(spans):
             assert c >= b or d <= b or (a == c), "overlap without nesting"
 
 
