@@ -1,7 +1,7 @@
 """What happens to an accumulator row: epilogue objects of the grouped GEMMs.
 
-An epilogue is a frozen dataclass (its repr is part of the kernel's key). The mainloop hands it one row
-segment at a time:
+An epilogue is a frozen dataclass (its repr is part of the kernel's key). The mainloop hands it one
+row segment at a time:
 
     store_row(args, values, place)   one thread owns acc[row, col : col + width] in fp32
 
@@ -28,8 +28,8 @@ _BYTES = {"BFloat16": 2, "Float16": 2, "Float32": 4}
 
 
 class Place(NamedTuple):
-    """Where a row segment belongs: local expert, routed row, the row counted with every expert padded to
-    128 rows (scales), first column, and the number of columns of the output."""
+    """Where a row segment belongs: local expert, routed row, the row counted with every expert
+    padded to 128 rows (scales), first column, and the number of columns of the output."""
 
     expert: Any
     row: Any
@@ -39,7 +39,9 @@ class Place(NamedTuple):
 
 
 def row_alpha(place: Place, alpha, row_scale, row_index, projection: int = 0, parts: int = 1):
-    """alpha[expert, projection], times row_scale[row_index[row]] where these are given; fp32 product."""
+    """alpha[expert, projection], times row_scale[row_index[row]] where these are given; fp32
+    product.
+    """
     value = ptx.load_f32(alpha.toint() + (Int64(place.expert) * parts + projection) * 4)
     if row_scale is None:
         return value
@@ -58,7 +60,8 @@ class StoreArgs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StoreRows:
-    """out[row, col] = dtype(acc * (row_scale[row] * alpha[expert]) + bias[expert, col]), each step rounded.
+    """out[row, col] = dtype(acc * (row_scale[row] * alpha[expert]) + bias[expert, col]), each step
+    rounded.
 
     dtype       'BFloat16', 'Float16' or 'Float32'; out (R, N), row pitch N, N a multiple of 16
     row_scaled  row_scale fp32 (R,) is an argument; alpha fp32 (E,) always is
@@ -120,11 +123,13 @@ class ActivationQuantize:
     """h = act(gate, up) of interleaved accumulator columns, quantised to NVFP4 in the same thread.
 
     activation  an `Activation`; gated: columns are g0, u0, g1, u1, ..., N = 2 I; else N = I
-    indexed     row_scale is per token and row_index int32 (R,) names the token of a row; else per row
+    indexed     row_scale is per token and row_index int32 (R,) names the token of a row; else per
+                row
     biased      bias fp32 (E, N), interleaved like the columns, is added right after alpha
 
-    data uint8 (R, I/2); scale UE4M3 SWIZZLE_32_4_4_GROUPED of I/16 groups padded to 4; alpha fp32 (E, P) for
-    P projections; row_scale fp32; out_scale fp32 (E,): the outer scale of h. numerics sections 2 and 3.
+    data uint8 (R, I/2); scale UE4M3 SWIZZLE_32_4_4_GROUPED of I/16 groups padded to 4; alpha fp32
+    (E, P) for P projections; row_scale fp32; out_scale fp32 (E,): the outer scale of h. numerics
+    sections 2 and 3.
     Scale bytes that pad K are written (0); those of padding rows are not touched.
     """
 
@@ -167,9 +172,7 @@ class ActivationQuantize:
         for b in cutlass.range_constexpr(2):
             col = first + b * BLOCK
             if col < inter:
-                h = [
-                    self.value(args, values, alphas, place, b * BLOCK + j) for j in range(BLOCK)
-                ]
+                h = [self.value(args, values, alphas, place, b * BLOCK + j) for j in range(BLOCK)]
                 byte, codes = encode_block(h, g, c)
                 ptx.store_u32x2(args.data.toint() + (Int64(place.row) * inter + col) // 2, codes)
                 self.store_scale(args.scale, place.sf_row, col // BLOCK, inter // BLOCK, byte)

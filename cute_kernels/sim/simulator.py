@@ -1,0 +1,169 @@
+"""`Simulator`: run compiled kernels of this process on its CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from cute_kernels.sim.asyncops import AsyncOps
+from cute_kernels.sim.checks import Checks
+from cute_kernels.sim.counters import Counters
+from cute_kernels.sim.grid import Launch
+from cute_kernels.sim.handlers import find_handler
+from cute_kernels.sim.launch import preparation
+from cute_kernels.sim.memory import GlobalMemory, raw_view
+from cute_kernels.sim.ptx import Function
+from cute_kernels.sim.runtime import LaunchRequest, Runtime
+from cute_kernels.sim.scheduler import Policy, Scheduler
+from cute_kernels.sim.tensormap import MapCache
+from cute_kernels.sim.trace import Trace
+
+SCHEDULES = ("lazy", "eager", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchResult:
+    """One simulated launch. ``counters`` are simulated counts, ``seconds`` the wall time it took
+    here.
+    """
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    smem_bytes: int
+    counters: Counters
+    seconds: float
+
+
+class Simulator:
+    """Inside ``with Simulator(...) as s:`` every launch of this process runs here, on CPU tensors.
+
+        compile.enable_simulator()               # once, before the first compile
+        with Simulator(seed=7) as s:
+            compiled(a, b, c)                    # an unmodified compiled @cute.jit function
+        s.launches[0].counters.total()
+
+    seed      of the random schedule and of nothing else
+    schedule  "lazy": asynchronous operations as late as legal, deterministic; "eager": as early;
+              "random"
+    checks    `Checks`: which faults are errors (all by default)
+    trace     True records events; `s.trace.save(path)` writes Chrome / Perfetto JSON
+    resident  clusters that run at the same time
+
+    A fault raises a `SimError` that names kernel, CTA, warp and PTX line, out of the call that
+    launched.
+    Raises RuntimeError when another Simulator is active in this process.
+    """
+
+    active: Simulator | None = None
+
+    def __init__(
+        self,
+        seed: int = 0,
+        schedule: str = "random",
+        *,
+        checks: Checks | None = None,
+        trace: bool = False,
+        resident: int = 4,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
+        self.seed, self.schedule = seed, schedule
+        self.checks = checks or Checks()
+        self.trace = Trace() if trace else None
+        self.max_resident = resident
+        self.launches: list[LaunchResult] = []
+        self.requests: list[SavedLaunch] = []
+        self.record = False
+        self.policy = Policy(schedule, seed)
+        self.global_memory = GlobalMemory()
+        self.maps = MapCache()
+        self.changed_maps: dict[int, int] = {}
+        self.find_handler = find_handler
+        self.async_ops = AsyncOps(self.trace)
+        self.counters = Counters()
+        self.tc_pipes: dict[Any, Any] = {}
+        self.runtime = Runtime(self._on_launch)
+
+    def __enter__(self) -> Simulator:
+        if Simulator.active is not None:
+            raise RuntimeError("a Simulator is already active in this process")
+        self.runtime.connect(preparation().library)
+        Simulator.active = self
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        Simulator.active = None
+        if self.runtime.error is not None:
+            # the host code saw a CUDA error, and may have raised its own: this is the cause
+            raise self.runtime.error from error
+
+    def _on_launch(self, request: LaunchRequest) -> None:
+        module = preparation().module(request.image)
+        function = module.functions.get(request.name)
+        if function is None:
+            raise RuntimeError(
+                f"kernel {request.name} is not in its PTX, which has {sorted(module.functions)}"
+            )
+        params = read_params(function, request.params)
+        self.run(function, params, request)
+
+    def run(self, function: Function, params: bytes, shape: Any) -> LaunchResult:
+        """Run one kernel. ``shape`` has grid, block, cluster and smem_bytes (a `LaunchRequest`)."""
+        self.async_ops = AsyncOps(self.trace)
+        self.counters = Counters()
+        self.tc_pipes = {}
+        self.global_memory.refresh(scan=True)
+        launch = Launch(
+            self,
+            function,
+            params,
+            grid=shape.grid,
+            block=shape.block,
+            cluster=shape.cluster,
+            smem_bytes=shape.smem_bytes,
+        )
+        started = time.perf_counter()
+        Scheduler(self, launch).run()
+        result = LaunchResult(
+            function.name,
+            shape.grid,
+            shape.block,
+            shape.cluster,
+            shape.smem_bytes,
+            self.counters,
+            time.perf_counter() - started,
+        )
+        self.launches.append(result)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedLaunch:
+    """A launch with the global memory it reads: enough to run it again from a file."""
+
+    ptx: str
+    name: str
+    params: bytes
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    smem_bytes: int
+    memory: dict[int, np.ndarray]
+
+
+def read_params(function: Function, addresses: int) -> bytes:
+    """The parameter block as the kernel sees it, from the array of addresses that a launch
+    carries.
+    """
+    block = bytearray()
+    pointers = raw_view(addresses, 8 * max(len(function.params), 1)).view(np.uint64)
+    for i, variable in enumerate(function.params):
+        align = max(variable.align, 1)
+        block.extend(b"\0" * (-len(block) % align))
+        block.extend(raw_view(int(pointers[i]), variable.size).tobytes())
+    return bytes(block)

@@ -1,0 +1,493 @@
+"""The block-scaled grouped GEMM of SM100: one mainloop, composed with a load and an epilogue.
+
+    acc[r, n] = sum_k A[r, k] SFA[r, k/16] * W[e, n, k] SFW[e, n, k/16],  e the expert that owns row
+                                                                          r
+
+NVFP4 operands, fp32 accumulators in TMEM, tcgen05.mma kind::mxf4nvf4 with block16 scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+import cutlass.utils.blackwell_helpers as sm100
+import cutlass.utils.blockscaled_layout as blockscaled
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from cute_kernels.compile import Ptr
+from cute_kernels.config import TMEM_COLUMNS, GemmConfig
+from cute_kernels.device import ptx
+from cute_kernels.device.epilogues import Place
+from cute_kernels.sm100.tiles import find_work
+
+SF_VEC = 16
+EPILOGUE_WARPS = 4
+MMA_WARP = 4
+LOAD_WARP = 5  # and the following, if the load needs more
+ALIGN = 1024  # the swizzle pattern repeats every 1024 bytes and descriptors assume offset 0
+
+
+class Weights(NamedTuple):
+    """Codes (E, N, K/2) and scales SWIZZLE_32_4_4 per expert."""
+
+    data: Any
+    scale: Any
+
+
+class Problem(NamedTuple):
+    experts: Any
+    n: Any
+    k: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sm100GroupedGemm:
+    """Persistent, warp-specialised, one cluster per work item at a time.
+
+    load      where the rows of A come from: `cute_kernels.sm100.loads`
+    epilogue  what happens to the accumulator: `cute_kernels.device.epilogues`
+    config    `GemmConfig`
+
+    Shapes  A: see the load. W (E, N, K) K-major; N a multiple of 16, K of 32. expert_offsets int32
+            (E+1,).
+            All sizes are run-time values: one compile serves every shape.
+    Warps   0-3 epilogue (one accumulator row per thread), 4 scale copies and MMAs, 5.. loads
+
+    | barrier   | arrivals              | by                                                     |
+    |-----------|-----------------------|--------------------------------------------------------|
+    | ab_full   | 1 + tx                | a load warp of the leader CTA arms; bytes of both CTAs |
+    | ab_empty  | MMA issuers of cluster | their commits, multicast to the CTAs they share with   |
+    | acc_full  | 1                     | commit of the MMA issuer, multicast over its pair      |
+    | acc_empty | 4 * ctas              | one arrival per epilogue warp, at the leader           |
+
+    Two accumulators alternate. With 256 columns they share the columns that the scales need
+    (`GemmConfig`):
+    then one pair of accumulator barriers serves both, and an accumulator is released as soon as its
+    shared columns are in registers.
+    """
+
+    load: Any
+    epilogue: Any
+    config: GemmConfig
+
+    @property
+    def name(self) -> str:
+        return f"sm100_gemm_{self.load.name}_{self.epilogue.name}_{self.config.name}"
+
+    @property
+    def arguments(self) -> tuple:
+        fp4, fp8 = Ptr("Float4E2M1FN"), Ptr("Float8E4M3FN")
+        return (
+            self.load.arguments,
+            Weights(fp4, fp8),
+            Ptr("Int32", 4),
+            self.epilogue.arguments,
+            Problem("i32", "i32", "i32"),
+            "i32",
+        )
+
+    # ---- set-up
+
+    first_load_warp = LOAD_WARP
+
+    @property
+    def tiler(self) -> tuple[int, int, int]:
+        c = self.config
+        return (128 * c.ctas, c.tile_n, c.tile_k)
+
+    @property
+    def cta_group(self) -> Any:
+        return tcgen05.CtaGroup.TWO if self.config.ctas == 2 else tcgen05.CtaGroup.ONE
+
+    @property
+    def threads(self) -> int:
+        return (LOAD_WARP + self.load.warps) * 32
+
+    @property
+    def acc_stages(self) -> int:
+        """Pairs of accumulator barriers."""
+        return 1 if self.config.overlapped else 2
+
+    def _mma(self, cta_group: Any, m: int, n: int) -> cute.TiledMma:
+        fp4, k = cutlass.Float4E2M1FN, OperandMajorMode.K
+        return sm100.make_blockscaled_trivial_tiled_mma(
+            fp4, fp4, k, k, cutlass.Float8E4M3FN, SF_VEC, cta_group, (m, n)
+        )
+
+    def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """The MMA, and the one-CTA MMA over whole scale tiles that partitions the weight scales."""
+        m, n, _ = self.tiler
+        scales = self._mma(tcgen05.CtaGroup.ONE, 128, self.config.sfb_rows)
+        return self._mma(self.cta_group, m, n), scales
+
+    def _layouts(self, tiled_mma: cute.TiledMma) -> tuple:
+        """Shared memory of A, B, SFA, SFB: each (MMA, MMA_MN, MMA_K, STAGE)."""
+        stages, fp4 = self.config.stages, cutlass.Float4E2M1FN
+        return (
+            sm100.make_smem_layout_a(tiled_mma, self.tiler, fp4, stages),
+            sm100.make_smem_layout_b(tiled_mma, self.tiler, fp4, stages),
+            blockscaled.make_smem_layout_sfa(tiled_mma, self.tiler, SF_VEC, stages),
+            blockscaled.make_smem_layout_sfb(tiled_mma, self.tiler, SF_VEC, stages),
+        )
+
+    def _cluster_layouts(self, mma: cute.TiledMma, scales_mma: cute.TiledMma) -> tuple:
+        cluster = cute.make_layout((self.config.cluster, 1, 1))
+        return (
+            cute.tiled_divide(cluster, (mma.thr_id.shape,)),
+            cute.tiled_divide(cluster, (scales_mma.thr_id.shape,)),
+        )
+
+    @cute.jit
+    def __call__(self, rows, weights, offsets, epilogue, problem, clusters, stream):
+        c, tiler = self.config, self.tiler
+        k = cute.assume(problem.k, 32)
+        n = cute.assume(problem.n, 16)
+        mma, scales_mma = self._tiled_mmas()
+        vmnk, sfb_vmnk = self._cluster_layouts(mma, scales_mma)
+        stage = [cute.slice_(x, (None, None, None, 0)) for x in self._layouts(mma)]
+        shape = (n, k, problem.experts)
+        # codes of an expert: n * k, which is over 2^31 for all experts of a large layer
+        pitch = cute.assume(Int64(n) * Int64(k), 512)
+        mB = cute.make_tensor(weights.data, cute.make_layout(shape, stride=(k, 1, pitch)))
+        mSFB = cute.make_tensor(weights.scale, blockscaled.tile_atom_to_shape_SF(shape, SF_VEC))
+        cluster = (c.cluster, 1, 1)
+        load_b = sm100.cluster_shape_to_tma_atom_B(cluster, mma.thr_id)
+        load_sfb = sm100.cluster_shape_to_tma_atom_SFB(cluster, mma.thr_id)
+        make_b = cute.nvgpu.make_tiled_tma_atom_B
+        tma_b = make_b(load_b, mB, stage[1], tiler, mma, vmnk.shape)
+        sfb_tiler = (128, c.sfb_rows, c.tile_k)
+        tma_sfb = make_b(
+            load_sfb,
+            mSFB,
+            stage[3],
+            sfb_tiler,
+            scales_mma,
+            sfb_vmnk.shape,
+            internal_type=cutlass.Int16,
+        )
+        tma_a, tma_sfa = self.load.make_atoms(self, rows, k, stage, mma, vmnk)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            (tma_a[0], tma_b[0], tma_sfa[0], tma_sfb[0]),
+            (tma_a[1], tma_b[1], tma_sfa[1], tma_sfb[1]),
+            self.load.device_args(rows),
+            offsets,
+            epilogue,
+            problem,
+        ).launch(
+            grid=(clusters * c.cluster, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=cluster,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, atoms, tensors, rows, offsets, epilogue, problem):
+        """Device entry: storage, barriers, TMEM, then one method per warp role."""
+        c = self.config
+        mma, _ = self._tiled_mmas()
+        layouts = self._layouts(mma)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if warp == LOAD_WARP:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+
+        smem = utils.SmemAllocator()
+        bars = smem.allocate_array(cutlass.Int64, num_elems=2 * c.stages + 2 * self.acc_stages)
+        holder = smem.allocate_array(cutlass.Int32, num_elems=1)
+        fp4, fp8 = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN
+        operands = (
+            smem.allocate_tensor(fp4, layouts[0].outer, ALIGN, layouts[0].inner),
+            smem.allocate_tensor(fp4, layouts[1].outer, ALIGN, layouts[1].inner),
+            smem.allocate_tensor(fp8, layouts[2], ALIGN),
+            smem.allocate_tensor(fp8, layouts[3], ALIGN),
+        )
+        if warp == LOAD_WARP:
+            self.init_barriers(bars)
+        self.sync()
+        if warp == 0:
+            cute.arch.alloc_tmem(TMEM_COLUMNS, holder, is_two_cta=c.ctas == 2)
+        cute.arch.barrier(barrier_id=2, number_of_threads=self.threads)
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
+        ptx.wait_for_previous_kernel()
+
+        walk = (offsets.toint(), problem)
+        if warp >= LOAD_WARP:
+            self.load_loop(atoms, tensors, operands, bars, rows, walk)
+        if warp == MMA_WARP and rank % c.ctas == 0:
+            self.mma_loop(operands, tmem, bars, walk)
+        if warp < EPILOGUE_WARPS:
+            self.epilogue_loop(tmem, bars, epilogue, walk)
+
+        self.sync()
+        ptx.allow_next_kernel()
+        if warp == 0:
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.ctas == 2)
+            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=c.ctas == 2)
+
+    @cute.jit
+    def init_barriers(self, bars):
+        """ab_full[], ab_empty[], acc_full[], acc_empty[], in this order."""
+        c = self.config
+        with cute.arch.elect_one():
+            for s in cutlass.range_constexpr(c.stages):
+                cute.arch.mbarrier_init(bars + s, 1)
+                cute.arch.mbarrier_init(bars + c.stages + s, c.pairs)
+            for s in cutlass.range_constexpr(self.acc_stages):
+                cute.arch.mbarrier_init(bars + 2 * c.stages + s, 1)
+                acc_empty = bars + 2 * c.stages + self.acc_stages + s
+                cute.arch.mbarrier_init(acc_empty, EPILOGUE_WARPS * c.ctas)
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def sync(self):
+        """All threads of the cluster: at the start the barriers exist before anyone uses them, at
+        the end no CTA frees its TMEM or leaves while a peer may still signal it."""
+        if cutlass.const_expr(self.config.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def next_work(self, walk, item):
+        offsets, problem = walk
+        n_tiles = (problem.n + (self.config.tile_n - 1)) // self.config.tile_n
+        return find_work(offsets, problem.experts, item, n_tiles, self.config.tile_m)
+
+    def first_item(self):
+        return cute.arch.block_idx()[0] // self.config.cluster
+
+    def item_step(self):
+        return cute.arch.grid_dim()[0] // self.config.cluster
+
+    # ---- loads
+
+    @cute.jit
+    def load_loop(self, atoms, tensors, operands, bars, rows, walk):
+        """Fill the stages: A, B and both scales of one K tile each; the leader arms ab_full."""
+        c, tiler = self.config, self.tiler
+        mma, scales_mma = self._tiled_mmas()
+        vmnk, sfb_vmnk = self._cluster_layouts(mma, scales_mma)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        coord, sfb_coord = vmnk.get_flat_coord(rank), sfb_vmnk.get_flat_coord(rank)
+        b_mask = None
+        sfb_mask = None
+        if cutlass.const_expr(c.pairs > 1):
+            b_mask = cpasync.create_tma_multicast_mask(vmnk, coord, mcast_mode=1)
+        if cutlass.const_expr(c.cluster > 1):
+            sfb_mask = cpasync.create_tma_multicast_mask(sfb_vmnk, sfb_coord, mcast_mode=1)
+        everything = (None, None, None)
+        nk = (tiler[1], tiler[2])
+        gB = cute.local_tile(tensors[1], nk, everything)  # (N, K, REST_N, REST_K, E)
+        gSFB = cute.local_tile(tensors[3], (c.sfb_rows, tiler[2]), everything)
+        tCgB = mma.get_slice(coord[0]).partition_B(gB)  # (MMA, MMA_N, MMA_K, REST_N, REST_K, E)
+        tCgSFB = scales_mma.get_slice(0).partition_B(gSFB)
+        peers = cute.make_layout(cute.slice_(vmnk, (0, None, 0, 0)).shape)
+        sfb_peers = cute.make_layout(cute.slice_(sfb_vmnk, (0, None, 0, 0)).shape)
+        # (TMA, STAGE) and (TMA, REST_N, REST_K, E)
+        tBsB, tBgB = partition(atoms[1], coord[1], peers, operands[1], tCgB)
+        tBsSFB, tBgSFB = partition(atoms[3], sfb_coord[1], sfb_peers, operands[3], tCgSFB)
+        tBsSFB, tBgSFB = cute.filter_zeros(tBsSFB), cute.filter_zeros(tBgSFB)
+        k_tiles = (walk[1].k + (c.tile_k - 1)) // c.tile_k
+        arms = coord[0] == 0 and warp == LOAD_WARP
+        step = Int32(0)
+        item = self.first_item()
+        work = self.next_work(walk, item)
+        while work.found:
+            row0 = work.row0 + (rank // c.ctas) * tiler[0]
+            sf_row0 = work.sf_row0 + (rank // c.ctas) * tiler[0]
+            copy_a, copy_sfa = self.load.copy_fn(
+                self, (atoms[0], atoms[2]), (tensors[0], tensors[2]), operands, rows, row0, sf_row0
+            )
+            sfb_tile = work.n_tile * c.tile_n // c.sfb_rows
+            for k_tile in cutlass.range(k_tiles, unroll=1):
+                s, phase = step % c.stages, (step // c.stages) & 1
+                full, empty = bars + s, bars + c.stages + s
+                cute.arch.mbarrier_wait(empty, phase ^ 1)
+                if arms:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, c.stage_bytes * c.ctas)
+                copy_a(k_tile, s, full)
+                if warp == LOAD_WARP:
+                    copy_sfa(k_tile, s, full)
+                    cute.copy(
+                        atoms[1],
+                        tBgB[(None, work.n_tile, k_tile, work.expert)],
+                        tBsB[(None, s)],
+                        tma_bar_ptr=full,
+                        mcast_mask=b_mask,
+                    )
+                    cute.copy(
+                        atoms[3],
+                        tBgSFB[(None, sfb_tile, k_tile, work.expert)],
+                        tBsSFB[(None, s)],
+                        tma_bar_ptr=full,
+                        mcast_mask=sfb_mask,
+                    )
+                step += 1
+            item += self.item_step()
+            work = self.next_work(walk, item)
+
+    # ---- MMA
+
+    def _tmem_tensors(self, mma: cute.TiledMma, tmem: cute.Pointer) -> tuple:
+        """Both accumulators (MMA, MMA_M, MMA_N, 2) from column 0, then SFA and SFB."""
+        c = self.config
+        layouts = self._layouts(mma)
+        shape = mma.partition_shape_C(self.tiler[:2])
+        two = mma.make_fragment_C(cute.append(shape, 2)).layout
+        column = two.stride[0][1]
+        stride = (*two.stride[:3], c.acc_stride * column)
+        acc = cute.make_tensor(tmem, cute.make_layout(two.shape, stride=stride))
+        args = (mma, self.tiler, SF_VEC)
+        one = (None, None, None, 0)
+        sfa_layout = blockscaled.make_tmem_layout_sfa(*args, cute.slice_(layouts[2], one))
+        sfb_layout = blockscaled.make_tmem_layout_sfb(*args, cute.slice_(layouts[3], one))
+        fp8 = cutlass.Float8E4M3FN
+        sfa_columns = 128 // 32 * (c.tile_k // 64)
+        sfa_ptr = cute.recast_ptr(tmem + c.acc_columns, dtype=fp8)
+        sfb_ptr = cute.recast_ptr(tmem + (c.acc_columns + sfa_columns), dtype=fp8)
+        return acc, cute.make_tensor(sfa_ptr, sfa_layout), cute.make_tensor(sfb_ptr, sfb_layout)
+
+    def _scales_to_tmem(self, sSF: cute.Tensor, tSF: cute.Tensor) -> tuple:
+        """Tiled copy of one stage of scales to TMEM, with its source and destination views."""
+        atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.cta_group), cutlass.Float8E4M3FN)
+        source, destination = cute.filter_zeros(sSF), cute.filter_zeros(tSF)
+        copy = tcgen05.make_s2t_copy(atom, destination)
+        part = copy.get_slice(0)
+        descriptors = tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(source))
+        return copy, descriptors, part.partition_D(destination)
+
+    @cute.jit
+    def mma_loop(self, operands, tmem, bars, walk):
+        """Scale copies and MMAs; commits free the stages and announce the accumulator."""
+        c, tiler = self.config, self.tiler
+        mma, _ = self._tiled_mmas()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        tCrA = mma.make_fragment_A(operands[0])  # (MMA, MMA_M, MMA_K, STAGE)
+        tCrB = mma.make_fragment_B(operands[1])  # (MMA, MMA_N, MMA_K, STAGE)
+        tCtAccs, tCtSFA, tCtSFB = self._tmem_tensors(mma, tmem)
+        copy_a, source_a, tmem_a = self._scales_to_tmem(operands[2], tCtSFA)
+        copy_b, source_b, tmem_b = self._scales_to_tmem(operands[3], tCtSFB)
+        all_mask = None
+        pair_mask = None
+        if cutlass.const_expr(c.cluster > 1):
+            all_mask = (1 << c.cluster) - 1
+        if cutlass.const_expr(c.ctas == 2):
+            pair_mask = Int32(3) << rank
+        k_tiles = (walk[1].k + (c.tile_k - 1)) // c.tile_k
+        step = Int32(0)
+        count = Int32(0)
+        item = self.first_item()
+        work = self.next_work(walk, item)
+        while work.found:
+            acc_full, acc_empty, phase = self.acc_barriers(bars, count)
+            cute.arch.mbarrier_wait(acc_empty, phase ^ 1)
+            tCtAcc = tCtAccs[(None, None, None, count & 1)]
+            for k_tile in cutlass.range(k_tiles, unroll=1):
+                s, ab_phase = step % c.stages, (step // c.stages) & 1
+                cute.arch.mbarrier_wait(bars + s, ab_phase)
+                s2t = (None, None, None, None, s)
+                cute.copy(copy_a, source_a[s2t], tmem_a)
+                cute.copy(copy_b, source_b[s2t], tmem_b)
+                for k_block in cutlass.range_constexpr(tiler[2] // 64):
+                    sf = (None, None, k_block)
+                    sfb = tCtSFB[sf].iterator
+                    if cutlass.const_expr(c.tile_n == 64):
+                        sfb = sfb + (work.n_tile & 1) * 2  # the tile's half of a 128-row scale tile
+                    accumulate = k_tile > 0 if cutlass.const_expr(k_block == 0) else True
+                    mma.set(tcgen05.Field.ACCUMULATE, accumulate)
+                    mma.set(tcgen05.Field.SFA, tCtSFA[sf].iterator)
+                    mma.set(tcgen05.Field.SFB, sfb)
+                    crd = (None, None, k_block, s)
+                    cute.gemm(mma, tCtAcc, tCrA[crd], tCrB[crd], tCtAcc)
+                with cute.arch.elect_one():
+                    tcgen05.commit(bars + c.stages + s, all_mask, self.cta_group)
+                step += 1
+            with cute.arch.elect_one():
+                tcgen05.commit(acc_full, pair_mask, self.cta_group)
+            count += 1
+            item += self.item_step()
+            work = self.next_work(walk, item)
+
+    @cute.jit
+    def acc_barriers(self, bars, count):
+        """(acc_full, acc_empty, parity) of the ``count``-th accumulator."""
+        first = bars + 2 * self.config.stages
+        if cutlass.const_expr(self.acc_stages == 1):
+            return first, first + 1, count & 1
+        return first + (count & 1), first + 2 + (count & 1), (count >> 1) & 1
+
+    # ---- epilogue
+
+    @cute.jit
+    def epilogue_loop(self, tmem, bars, args, walk):
+        """TMEM -> registers, ``width`` columns at a time; thread t of the CTA owns accumulator row
+        t.
+        """
+        c, tiler, width = self.config, self.tiler, self.epilogue.width
+        mma, _ = self._tiled_mmas()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        tid = cute.arch.thread_idx()[0]
+        tCtAccs = self._tmem_tensors(mma, tmem)[0]
+        # (128, width, 1, N / width, 2)
+        steps = cute.flat_divide(tCtAccs[((None, None), 0, 0, None)], (128, width))
+        repeat = getattr(tcgen05.Repetition, f"x{width}")
+        load = cute.make_copy_atom(tcgen05.Ld32x32bOp(repeat), Float32)
+        tmem_copy = tcgen05.make_tmem_copy(load, steps[(None, None, 0, 0, 0)])
+        tTR = tmem_copy.get_slice(tid).partition_S(steps)  # (T2R, 1, 1, 1, N / width, 2)
+        rAcc = cute.make_rmem_tensor(((width, 1), 1, 1), Float32)
+        values = cute.make_tensor(rAcc.iterator, cute.make_layout(width))
+        leader = rank // c.ctas * c.ctas
+        num_steps = tiler[1] // width
+        # steps after which the columns that the next accumulator uses are in registers
+        release_after = -(-c.sf_columns // width) if c.overlapped else num_steps
+        count = Int32(0)
+        item = self.first_item()
+        work = self.next_work(walk, item)
+        while work.found:
+            acc_full, acc_empty, phase = self.acc_barriers(bars, count)
+            row = work.row0 + rank * 128 + tid
+            sf_row = work.sf_row0 + rank * 128 + tid
+            cute.arch.mbarrier_wait(acc_full, phase)
+            for i in cutlass.range(num_steps, unroll=1):
+                j = i
+                if cutlass.const_expr(c.overlapped):  # noqa: SIM102 (one is compile-time)
+                    if count & 1 == 0:  # accumulator 0 ends in the shared columns
+                        j = num_steps - 1 - i
+                cute.copy(tmem_copy, tTR[(None, None, None, 0, j, count & 1)], rAcc)
+                if i == release_after - 1:
+                    self.release_accumulator(acc_empty, leader)
+                col = work.n_tile * c.tile_n + j * width
+                if row < work.end and col < walk[1].n:
+                    place = Place(work.expert, row, sf_row, col, walk[1].n)
+                    self.epilogue.store_row(args, values, place)
+            count += 1
+            item += self.item_step()
+            work = self.next_work(walk, item)
+
+    @cute.jit
+    def release_accumulator(self, acc_empty, leader):
+        """What the MMA may overwrite next is in this warp's registers."""
+        cute.arch.fence_view_async_tmem_load()
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.config.ctas == 1):
+                cute.arch.mbarrier_arrive(acc_empty)
+            else:
+                cute.arch.mbarrier_arrive(acc_empty, leader)
+
+
+def partition(atom: Any, coord: Any, layout: Any, s: cute.Tensor, g: cute.Tensor) -> tuple:
+    """TMA views of shared and global memory, the MMA modes of both grouped."""
+    return cpasync.tma_partition(
+        atom, coord, layout, cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3)
+    )
