@@ -32,7 +32,6 @@ import ctypes
 import dataclasses
 import hashlib
 import inspect
-import itertools
 import logging
 import os
 import platform
@@ -139,15 +138,16 @@ def status(capability: tuple[int, int] | None) -> toolchain.Status:
 def enable_simulator() -> None:
     """From now on this process runs kernels in `cute_kernels.sim`, on CPU tensors.
 
-    Call it before the first kernel: the DSL links its runtime once. Raises RuntimeError otherwise.
+    Call it before the first compile: the CUDA runtime that a compile makes known to the process
+    cannot be taken back. Raises RuntimeError otherwise.
     """
     with _state.lock:
         if _state.simulated:
             return
-        if _state.kernels:
+        if _state.runtime_loaded:
             raise RuntimeError(
-                "the simulator must be enabled before the first kernel, "
-                f"{len(_state.kernels)} are loaded: start a new process"
+                "the simulator must be enabled before the first compile, and this process has "
+                f"compiled {_state.stats.compiles} kernels for a GPU: start a new process"
             )
         toolchain.check_compiler(toolchain.installed()).check()
         from cute_kernels.sim.launch import prepare
@@ -155,6 +155,7 @@ def enable_simulator() -> None:
         variables = prepare()
         os.environ.update(variables)
         _state.simulated = True
+        _state.kernels.clear()  # those from the disk were linked to the CUDA runtime
         libraries = variables.get("CUTE_DSL_LIBS")
         if (
             libraries and "cutlass.cutlass_dsl" in sys.modules
@@ -180,9 +181,9 @@ def simulating() -> bool:
     """Do kernel launches on CPU tensors run right now, that is, is a simulator active?"""
     if not _state.simulated:
         return False
-    from cute_kernels import sim
+    from cute_kernels.sim.simulator import Simulator
 
-    return bool(sim.active())
+    return Simulator.active is not None
 
 
 def simulated() -> bool:
@@ -285,7 +286,12 @@ def load(kernel: Any, arch: str) -> Launcher:
         found = _state.kernels.get((kernel, arch))
         if found is None:
             toolchain.check_compiler(toolchain.installed()).check()
-            found = _state.kernels[(kernel, arch)] = _load(kernel, arch)
+            found = _load(kernel, arch)
+            if _state.simulated:
+                from cute_kernels.sim.launch import preparation
+
+                preparation().register(found.entry.files["kernel.cubin"], found.ptx)
+            _state.kernels[(kernel, arch)] = found
         return found
 
 
@@ -449,6 +455,8 @@ class Launcher:
         """Load the code onto the devices now instead of at the first launch."""
         if self._call is None:
             with _state.lock:
+                if _state.simulated:  # the count is asked of the driver, not of the linked runtime
+                    self._function.num_devices = 1
                 self._executor = self._function.to()
                 self._call = self._executor.jit_module.capi_func
 
@@ -521,11 +529,3 @@ def _disassemble(cubin: bytes) -> str | None:
         file.flush()
         done = subprocess.run([binary, "-c", file.name], capture_output=True, text=True, check=True)
     return done.stdout
-
-
-def ptx_of_cubin(cubin: bytes) -> str | None:
-    """PTX that became ``cubin``, among the kernels of this process; the simulator asks for it."""
-    for launcher in list(itertools.chain(_state.kernels.values())):
-        if launcher.entry.files["kernel.cubin"] == cubin:
-            return launcher.ptx
-    return None

@@ -1,12 +1,10 @@
 """The operations on torch tensors: checked, registered with torch.library (namespace
-``nvfp4_megamoe``), safe
-under CUDA graphs and torch.compile.
+``nvfp4_megamoe``), safe under CUDA graphs and torch.compile.
 
 CUDA tensors run the kernels of `cute_kernels.device` on the stream and the device of the tensors;
-CPU tensors run
-`cute_kernels.torch_ops`, or the kernels in the simulator while one is active. Sizes of results
-depend on
-shapes alone, nothing waits for the device, zero tokens are valid everywhere.
+CPU tensors run `cute_kernels.torch_ops`, or the kernels in the simulator while one is active.
+Sizes of results depend on shapes alone, nothing waits for the device, zero tokens are valid
+everywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _DSL_TYPES = {
 }
 _INT32_ROWS = 2**31  # row indices are int32
 ONE_CTA_PAIRS = 1024  # up to here one CTA sorts the routes, beyond it a cluster of eight
-MAX_EXPERTS = 51200  # whose counters fit one warp's share of shared memory
+MAX_EXPERTS = 16384  # whose counters fit the shared memory of a CTA
 
 _library = torch.library.Library(_NAMESPACE, "DEF")
 
@@ -53,8 +51,7 @@ def quantize_rows(
     expert_offsets  int32 (E+1,): routed rows of expert e are expert_offsets[e] :
                     expert_offsets[e+1]
     row_token       int32 (R,): token of each routed row. None: x itself is expert-major, R = T,
-                    and rows
-                    past expert_offsets[E] are not quantised
+                    and rows past expert_offsets[E] are not quantised
     global_scale    'per_token' (amax of the row / 2688), 'per_tensor', or fp32 with one element or
                     (T,)
     row_scale       fp32 (T,): x is multiplied by it first (top-k weights on the input)
@@ -100,8 +97,7 @@ def sort_routes(
     pad_rows      further entries of row_token and row_weight, for loads past the last routed row
 
     Returns expert_offsets int32 (E+1,); row_token int32 and row_weight fp32 (T*K + pad_rows,), -1
-    and 0 past
-    the last routed row; token_rows int32 (T, K), -1 where a slot has no row.
+    and 0 past the last routed row; token_rows int32 (T, K), -1 where a slot has no row.
     Raises TypeError or ValueError before anything is allocated.
     """
     local = num_experts - first_expert if num_local_experts is None else num_local_experts
@@ -128,8 +124,8 @@ def combine(
     out_dtype   default: dtype of rows
 
     fp32, each product and each sum rounded: the same bits in any batch. A token without a slot
-    gets exactly 0
-    (plus its shared row). Raises TypeError or ValueError before anything is allocated.
+    gets exactly 0 (plus its shared row). Raises TypeError or ValueError before anything is
+    allocated.
     """
     out: Tensor = torch.ops.nvfp4_megamoe.combine(
         rows, token_rows, weights, shared, rows.dtype if out_dtype is None else out_dtype

@@ -1,6 +1,5 @@
 """What is installed and what it can compile for: a Status with a reason, not an assertion deep
-inside
-a compiler.
+inside a compiler.
 
 Nothing here compiles or imports the DSL: versions come from package metadata, and from the driver
 when there is one.

@@ -21,7 +21,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `cute_kernels.ops.quantize_rows`."""
     values = x if row_scale is None else x.float() * row_scale[:, None]
-    given = "per_token" if global_scale is None else global_scale
+    given: nvfp4.GlobalScale = "per_token" if global_scale is None else global_scale
     q = nvfp4.quantize(values, given)
     rows = row_source(expert_offsets, row_token, x.shape[0])
     scale = _gather(q.scale.view(torch.uint8), rows)

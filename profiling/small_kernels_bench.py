@@ -3,11 +3,9 @@
     python -m profiling.small_kernels_bench [--json FILE] [--variants]
 
 Every time is the median over replays of a CUDA graph that runs the operation on rotating inputs
-(together several
-times the L2 cache), divided by the number of operations in the graph. Bytes are those that must
-move: inputs
-once, results once; ``of copy`` is their rate over that of a device-to-device copy measured in the
-same run.
+(together several times the L2 cache), divided by the number of operations in the graph. Bytes are
+those that must move: inputs once, results once; ``of copy`` is their rate over that of a
+device-to-device copy measured in the same run.
 """
 
 from __future__ import annotations
@@ -69,8 +67,7 @@ def host_us(operation: Op, calls: int = 200) -> float:
 
 def copy_rate(size: int = 2 << 30) -> float:
     """Bytes per second (read + written) of the faster of two copies of ``size`` bytes: the
-    driver's, and an
-    elementwise kernel."""
+    driver's, and an elementwise kernel."""
     a = torch.randn(size // 4, device="cuda")
     b = torch.empty_like(a)
     best = min(time_us([lambda: b.copy_(a)], 5), time_us([lambda: torch.neg(a, out=b)], 5))

@@ -15,8 +15,8 @@ GUARD = 0x7FFFFFFF
 @dataclasses.dataclass(frozen=True)
 class Case:
     """``routing``: 'random', 'one' (everything to one expert), 'holes' (ids < 0, foreign and too
-    large),
-    'nowhere' (no slot has a row). ``first`` is the global id of local expert 0 of 3 * experts."""
+    large), 'nowhere' (no slot has a row). ``first`` is the global id of local expert 0 of 3 *
+    experts."""
 
     tokens: int
     hidden: int = 64

@@ -1,6 +1,5 @@
 """The operations on CPU tensors against loops written from the contract, their registration, and
-the generated
-code of the kernels behind them."""
+the generated code of the kernels behind them."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ FULL_MASK = 0xFFFFFFFF
 
 def load_u32x4(address: Int64) -> tuple[Uint32, ...]:
     """16 bytes that are read once. Not the read-only path (.nc): its loads may be moved before the
-    wait
-    for the kernel that writes them."""
+    wait for the kernel that writes them."""
     return inline_ptx(
         "ld.global.L1::no_allocate.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -216,9 +215,8 @@ def _shifted_code(value: Float32) -> Uint32:
     """E2M1 magnitude index of ``value`` plus _CODE_BIAS in the low 23 bits; junk above them.
 
     With m = 2^max(exponent, 0) of |value| <= 6, |value| + 2^22 m rounds |value| to multiples of
-    m/2, the E2M1
-    grid at that exponent, ties to even. The low bits are that multiple n, and the code is n + 2 *
-    exponent.
+    m/2, the E2M1 grid at that exponent, ties to even. The low bits are that multiple n, and the
+    code is n + 2 * exponent.
     """
     magnitude = cutlass.cute.arch.fmin(abs_f32(value), 6.0)
     binade = cutlass.cute.arch.fmax(magnitude, 1.0).bitcast(Uint32) & 0x7F800000

@@ -4,10 +4,9 @@
     e2m1(x / (s g))
 
 with the reciprocals of numerics section 2, bit for bit. Two kernels: `QuantizeRows` reads every
-row once and
-writes its codes and its scales row-major; `GroupScales` puts scales of routed rows into
-SWIZZLE_32_4_4_GROUPED
-(a row goes to several experts, and each expert's rows start at a multiple of 128).
+row once and writes its codes and its scales row-major; `GroupScales` puts scales of routed rows
+into SWIZZLE_32_4_4_GROUPED (a row goes to several experts, and each expert's rows start at a
+multiple of 128).
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def scale_pitch(hidden: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class QuantizeRows:
     """One CTA per row; a thread owns ``blocks_per_thread`` blocks of 16 elements and keeps them in
-    registers
-    between the row maximum and the codes, so a row is read once.
+    registers between the row maximum and the codes, so a row is read once.
 
     hidden      K, a multiple of 16
     dtype       'BFloat16', 'Float16' or 'Float32'
@@ -149,8 +147,7 @@ class QuantizeRows:
 
     def load_row(self, base, row, tid):
         """Words of this thread's blocks; all loads are issued before the first use. Blocks past
-        the row
-        repeat its last block: that changes no maximum and stores nothing."""
+        the row repeat its last block: that changes no maximum and stores nothing."""
         size = BLOCK * (4 if self.dtype == "Float32" else 2)  # bytes of a block
         start = base + Int64(row) * (self.hidden // BLOCK * size)
         words = []
@@ -234,10 +231,8 @@ class GroupScales:
     """Row-major scales to SWIZZLE_32_4_4_GROUPED: one CTA per tile of 128 scale rows.
 
     A thread reads 16 scales of the four rows r, r+32, r+64, r+96 and writes four 16-byte pieces,
-    so both sides
-    move whole sectors. Rows without a routed row, and columns past K/16, are written 0. Tiles past
-    the last
-    expert are left alone.
+    so both sides move whole sectors. Rows without a routed row, and columns past K/16, are written
+    0. Tiles past the last expert are left alone.
 
     groups   K/16
     pitch    bytes between rows of the input
@@ -309,8 +304,7 @@ class GroupScales:
 
     def row_addresses(self, scale, row_token, row, end):
         """(address, exists) of the scales of rows row + 0, 32, 64, 96. A row that does not exist
-        gets the
-        address of one that does: its load is harmless, and no load waits for a branch."""
+        gets the address of one that does: its load is harmless, and no load waits for a branch."""
         routed = [row + 32 * q for q in range(4)]
         sources = [cutlass.min(r, end - 1) for r in routed]
         if self.indexed:

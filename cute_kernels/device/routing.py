@@ -2,11 +2,9 @@
 
 A cluster of CTAs takes the pairs in order, every warp a contiguous run of them:
 
-    1. each warp counts its pairs per expert and notes each pair's rank within the warp
-    2. a CTA sums over its warps, the cluster over its CTAs, and a scan over experts gives first
-    rows
-    3. row of a pair = first row of its expert + pairs of that expert in earlier CTAs and warps +
-    rank
+    1. each warp counts its pairs per expert and notes the rank of each pair within the warp
+    2. a CTA sums over its warps, the cluster over its CTAs; a scan over experts gives first rows
+    3. row = first row of the expert + its pairs in earlier CTAs and warps + rank
 
 Nothing is atomic: the order of rows is the order of pairs.
 """
@@ -26,7 +24,7 @@ from cute_kernels.device.scheduler import inclusive_sum
 WARP = 32
 FULL_MASK = 0xFFFFFFFF
 BATCH = 4  # groups of 32 pairs whose loads a warp has in flight
-SHARED_BYTES = 200 * 1024  # for the counters; the rest of a CTA's 227 KB is small
+SHARED_BYTES = 224 * 1024  # of a CTA: a row of counters per warp, and two more per CTA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +35,10 @@ class SortRoutes:
     ctas         CTAs of the one cluster: 1 for few pairs, 8 for many
 
     topk_ids (T, K) global ids; weights fp32 (T, K); pairs = T * K; first_expert: global id of
-    local expert 0;
-    global_experts: ids at and past it are ignored, like negative ones and those of other ranks.
+    local expert 0; global_experts: ids at and past it are ignored, like negative ones and those of
+    other ranks.
     expert_offsets int32 (E+1,); row_token int32, row_weight fp32 (rows,) with rows >= pairs: -1
-    and 0 past
-    the last routed row; token_rows int32 (T, K): -1 where a slot has no row here.
+    and 0 past the last routed row; token_rows int32 (T, K): -1 where a slot has no row here.
     """
 
     num_experts: int
@@ -55,7 +52,7 @@ class SortRoutes:
 
     @property
     def warps(self) -> int:
-        return max(1, min(32, SHARED_BYTES // (4 * self.num_experts)))
+        return max(1, min(32, SHARED_BYTES // (4 * self.num_experts) - 2))
 
     @property
     def threads(self) -> int:
@@ -141,8 +138,7 @@ class SortRoutes:
 
     def load_experts(self, inputs, base, stop):
         """Local experts of the pairs base + 0, 32, 64, ..: -1 without a row and from ``stop`` on.
-        The loads are
-        in flight together."""
+        The loads are in flight together."""
         topk_ids, _, first_expert, global_experts = inputs
         index = [base + WARP * n for n in range(BATCH)]
         near = [cutlass.max(cutlass.min(i, stop - 1), 0) for i in index]

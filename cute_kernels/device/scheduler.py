@@ -14,14 +14,12 @@ PER_LANE = 8
 @cute.jit
 def find_tile(offsets, num_experts, tile, tile_rows: cutlass.Constexpr):
     """(found, first row, end): the rows of tile ``tile`` when every expert's rows are cut into
-    tiles of
-    ``tile_rows`` and tiles are numbered expert after expert: first row : min(first row +
+    tiles of ``tile_rows`` and tiles are numbered expert after expert: first row : min(first row +
     tile_rows, end).
 
     offsets  address of expert_offsets, int32 (num_experts + 1,), read within its bounds
     Every lane of the warp must be here; all get the same answer. A lane looks at 8 experts a step,
-    so 256
-    experts cost one round of loads and one scan.
+    so 256 experts cost one round of loads and one scan.
     """
     lane = cute.arch.lane_idx()
     before = Int32(0)  # tiles of the experts already passed
