@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe import MoE, experts, make_plan
+from cute_kernels import nvfp4
+from moe import ExpertWeights, MoE, MoEConfig, experts, make_plan
 from tests import oracle
 from tests import test_reference as ref
 from tests.test_reference import Case
@@ -90,3 +92,56 @@ def op_arguments(count: int, top_k: int = K) -> tuple[Tensor, Tensor, Tensor, Te
 needs_grouped_mm = pytest.mark.skipif(
     experts.find_grouped_mm() is None, reason="this torch has no grouped GEMM"
 )
+
+
+def codes_of_one(experts: int, rows: int, k: int, g: Tensor) -> nvfp4.Nvfp4Tensor:
+    """All codes 1.0, all block scales 1.0."""
+    data = torch.full((experts, rows, k // 2), 0x22, dtype=torch.uint8)
+    scale = torch.full((experts, rows, k // 16), 0x38, dtype=torch.uint8)
+    return nvfp4.Nvfp4Tensor(data, scale, g)
+
+
+def unit_layer(hidden: int, inter: int, experts: int, top_k: int, **options) -> MoE:
+    """Known by hand: with x = 1 gate = up = 1, and expert e returns (e + 1) * silu(1) in every
+    column; with `ReLU2` (no gate) e + 1. Fields of `MoEConfig` may be among ``options``."""
+    fields = {f.name for f in dataclasses.fields(MoEConfig)} & options.keys()
+    cfg = MoEConfig(hidden, inter, experts, top_k, **{n: options.pop(n) for n in fields})
+    rows = cfg.projections * inter
+    w13 = codes_of_one(experts, rows, hidden, torch.full((experts,), 1 / hidden))
+    down = torch.arange(1, experts + 1) / inter
+    weights = ExpertWeights.from_nvfp4(w13, codes_of_one(experts, hidden, inter, down))
+    return MoE(cfg, weights, **({"backend": "torch"} | options))
+
+
+def poison(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.uint8 or tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8).fill_(0x7F)
+    elif tensor.is_floating_point():
+        tensor.fill_(math.nan)
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+    return tensor
+
+
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch allocates without initialising is NaN, 0x7F or the largest integer from now on."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, _original: Any = original, **kwargs: Any) -> Tensor:
+            return poison(_original(*args, **kwargs))
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+
+def assert_rows(y: Tensor, want: list[float], rtol: float = 1e-2) -> None:
+    """Every column of row t is want[t]; an expected 0 must be exactly 0."""
+    assert torch.isfinite(y).all()
+    for row, value in zip(y.float(), want, strict=True):
+        if value == 0:
+            assert not row.any()
+        assert ((row - value).abs() <= rtol * abs(value)).all(), (row[:4], value)
+
+
+def ids_of(rows: list[list[int]], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(rows, dtype=dtype)
