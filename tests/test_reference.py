@@ -251,7 +251,7 @@ def test_combine_rounds_the_product_before_the_sum() -> None:
     assert y.item() == 0.0
 
 
-def test_weights_times_zero_outputs_stay_zero_and_order_is_by_slot() -> None:
+def test_combine_adds_slots_in_order() -> None:
     """Slots in order even when experts are not: fp32 sums of three terms tell."""
     o = torch.tensor([[1.0], [2.0**-24], [-1.0]]).bfloat16()
     ids = torch.tensor([[2, 0, 1]])  # slot 0 is the last row
