@@ -130,7 +130,7 @@ def _grouped_matmul_device(
 
 def scratch_buffers(num_tokens: int, cfg: MoEConfig, weights: ExpertWeights) -> list[Buffer]:
     """Scratch of one call: the two operands and two results of the grouped GEMMs."""
-    rows = num_tokens * cfg.top_k
+    rows = num_tokens * cfg.top_k if weights.num_experts else 0
     return [
         Buffer("x_rows", (rows, weights.hidden), torch.bfloat16),
         Buffer("gate_up", (rows, cfg.projections * weights.intermediate), torch.float32),
@@ -188,6 +188,9 @@ def run_torch(
     plan = make_plan(
         topk_ids, topk_weights, cfg.num_experts, weights.first_expert, weights.num_experts
     )
+    if weights.num_experts == 0:  # more ranks than experts: this one computes no row
+        none = torch.zeros((plan.row_token.numel(), weights.hidden), device=x.device)
+        return combine(none, plan, topk_weights, x.dtype, shared)
     token = plan.row_token.clamp(
         min=0
     ).long()  # (R,); rows that are not here compute token 0 and are dropped

@@ -1,4 +1,4 @@
-"""Layers with the sizes of public models (docs: model shapes).
+"""Layers with the sizes of public models.
 
 Experts are fewer: two more than top-k, or as many as the groups need. H and I above 512 are
 reduced to 256 + (size mod 256): remainders modulo 128 and 256, and the padding of scale groups to

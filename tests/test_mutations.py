@@ -162,7 +162,7 @@ def unstable_ties(patch: Patch) -> None:
 
 
 def a_vector_loop_with_another_remainder(patch: Patch) -> None:
-    """What torch.sigmoid does on some CPUs: elements after the last full vector differ by an ulp."""
+    """What torch.sigmoid does on some CPUs: elements after the last full vector differ a bit."""
 
     def scores(logits: Tensor, scoring: str) -> Tensor:
         out = (1.0 / (1.0 + torch.exp(-logits))).flatten()

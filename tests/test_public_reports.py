@@ -1,4 +1,4 @@
-"""Bugs that users of other libraries reported, as small inputs (docs: cases H01 to H58).
+"""Bugs that users of other libraries reported, as small inputs, H01 to H58.
 
 `WHERE` says where each entry is tested; a test of an entry names it at the start of its docstring.
 """
@@ -428,9 +428,10 @@ def test_sums_are_deterministic_and_in_fp32(backend: str) -> None:
         assert same_bits(layer.experts(x, ids, torch.ones(count, top_k)), y)
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(30, 8), (23, 6), (5, 4)])
+@pytest.mark.parametrize(("count", "ranks"), [(30, 8), (23, 6), (5, 4), (3, 8)])
 def test_experts_not_divisible_by_ranks(count: int, ranks: int) -> None:
-    """H51: contiguous slices whose sizes differ by one; their sum is the single-rank result."""
+    """H51: contiguous slices whose sizes differ by one; their sum is the single-rank result. With
+    3 experts on 8 ranks five have none: they return zeros."""
     sizes = [count // ranks + (r < count % ranks) for r in range(ranks)]
     source = oracle.random_layer(0, count, 32, 16, oracle.swiglu)
     cfg = MoEConfig(32, 16, count, 2)
