@@ -28,7 +28,8 @@ _DSL_TYPES = {
     torch.int64: "Int64",
 }
 _INT32_ROWS = 2**31  # row indices are int32
-ONE_CTA_PAIRS = 1024  # up to here one CTA sorts the routes, beyond it a cluster of eight
+ONE_CTA_PAIRS = 1024  # routes that one CTA sorts before another one joins
+MAX_SORT_CTAS = 64
 MAX_EXPERTS = 16384  # whose counters fit the shared memory of a CTA
 
 _library = torch.library.Library(_NAMESPACE, "DEF")
@@ -356,7 +357,7 @@ def _quantize_rows_kernel(
 def _sort_routes_kernel(
     ids: Tensor, weights: Tensor, num_experts: int, first: int, local: int, pad: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from cute_kernels.device.routing import SortRoutes
+    from cute_kernels.device.routing import CountRoutes, SortRoutes
 
     _check_sort(ids, weights, num_experts, first, local, pad)
     tokens, slots = ids.shape
@@ -369,11 +370,17 @@ def _sort_routes_kernel(
     if pairs == 0:
         return offsets.zero_(), row_token.fill_(-1), row_weight.zero_(), token_rows
     ids, weights = ids.contiguous(), weights.float().contiguous()
-    ctas = 1 if pairs <= ONE_CTA_PAIRS else 8
-    kernel = SortRoutes(local, slots, _DSL_TYPES[ids.dtype], ctas)
+    ctas = min(-(-pairs // ONE_CTA_PAIRS), MAX_SORT_CTAS)
+    dtype = _DSL_TYPES[ids.dtype]
+    counts = None
+    if ctas > 1:
+        counts = torch.empty((ctas, local), dtype=i32, device=device)
+        count = CountRoutes(local, dtype)
+        _launch(count, device, ids, counts, pairs, ctas, first, num_experts)
+    kernel = SortRoutes(local, dtype, top_k=slots, spread=ctas > 1)
     outputs = (offsets, row_token, row_weight, token_rows)
-    numbers = (pairs, pairs + pad, first, num_experts)
-    _launch(kernel, ids.device, ids, weights, *outputs, *numbers)
+    inputs = (ids, weights, counts, first, num_experts)
+    _launch(kernel, device, *inputs, *outputs, pairs, pairs + pad, ctas)
     return outputs
 
 

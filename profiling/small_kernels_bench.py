@@ -158,10 +158,10 @@ def bench(shape: Shape, rate: float) -> list[dict[str, Any]]:
 
 
 def variants(shape: Shape, rate: float) -> list[dict[str, Any]]:
-    """The parts of quantize_rows alone, over the blocks a thread owns; sort_routes with 1 and 8
-    CTAs."""
+    """The parts of quantize_rows alone, over the blocks a thread owns; sort_routes over its
+    number of CTAs."""
     from cute_kernels.device.quantize import GroupScales, QuantizeRows, scale_pitch
-    from cute_kernels.device.routing import SortRoutes
+    from cute_kernels.device.routing import CountRoutes, SortRoutes
 
     t, h = shape.tokens, shape.hidden
     arch = ops._arch(torch.device("cuda:0"))
@@ -198,14 +198,20 @@ def variants(shape: Shape, rate: float) -> list[dict[str, Any]]:
     for threads in (128, 256, 512):
         kernel = GroupScales(h // 16, scale_pitch(h), threads=threads)
         add(f"scales only, {threads} threads", kernel, calls, size)
-    for ctas in (1, 2, 4, 8):
-        kernel = SortRoutes(shape.experts, shape.top_k, "Int32", ctas)
+    for ctas in (1, 16, 64, 128):
         pairs = t * shape.top_k
+        counts = torch.zeros((ctas, shape.experts), dtype=torch.int32, device="cuda")
+        spread = [counts] if ctas > 1 else []
         calls = [
-            (i, w, p[0], p[1], p[2], p[3], pairs, pairs, 0, shape.experts)
+            (i, w, *spread, 0, shape.experts, *p, pairs, pairs, ctas)
             for i, w, p in zip(shape.ids, shape.weights, shape.plans)
         ]
-        add(f"sort_routes, {ctas} CTAs", kernel, calls, pairs * 20)
+        kernel = SortRoutes(shape.experts, "Int32", shape.top_k, spread=ctas > 1)
+        if ctas > 1:
+            count = compiler.load(CountRoutes(shape.experts), arch)
+            stream = torch.cuda.current_stream().cuda_stream
+            count(shape.ids[0].data_ptr(), counts.data_ptr(), pairs, ctas, 0, shape.experts, stream)
+        add(f"sort_routes only, {ctas} CTAs", kernel, calls[:1], pairs * 20)
     return rows
 
 

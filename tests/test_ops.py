@@ -309,7 +309,7 @@ def test_bad_arguments_are_named(name: str, call: Any, message: str) -> None:
 def kernels(arch: str) -> list[Any]:
     from cute_kernels.device.combine import Combine, PermuteRows
     from cute_kernels.device.quantize import GroupScales, QuantizeRows
-    from cute_kernels.device.routing import SortRoutes
+    from cute_kernels.device.routing import CountRoutes, SortRoutes
 
     hardware = arch != "sm_90a"
     return [
@@ -317,8 +317,9 @@ def kernels(arch: str) -> list[Any]:
         QuantizeRows(2880, "Float32", given=True, bounded=True, hardware=hardware),
         GroupScales(448, 448),
         GroupScales(22, 22),
-        SortRoutes(256, 8),
-        SortRoutes(385, 8, "Int64", ctas=8),
+        CountRoutes(256),
+        SortRoutes(256, top_k=8),
+        SortRoutes(385, "Int64", top_k=8, spread=True),
         Combine(7168, 8, shared_dtype="BFloat16"),
         PermuteRows(3584),
     ]
@@ -362,14 +363,13 @@ def test_combine_never_fuses() -> None:
 
 
 @needs_dsl
-def test_h40_token_counts_share_kernels() -> None:
-    """Keys hold no token count: one kernel for all batches, two for sort_routes."""
+@pytest.mark.parametrize("experts", [1, 256, 512, 4000, ops.MAX_EXPERTS])
+def test_sort_fits_shared_memory(experts: int) -> None:
     from cute_kernels.device.routing import SortRoutes
 
-    keys = {
-        SortRoutes(256, 8, "Int32", 1 if t * 8 <= ops.ONE_CTA_PAIRS else 8) for t in range(1, 9000)
-    }
-    assert len(keys) == 2
+    warps = SortRoutes(experts).warps
+    assert warps == 32 if experts <= 512 else warps >= 1
+    assert 4 * (experts * (warps + 2) + warps) + 256 <= 227 * 1024
 
 
 def test_guarded_view_is_not_a_copy_of_the_guard() -> None:

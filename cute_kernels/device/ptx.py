@@ -88,14 +88,9 @@ def store_f32(address: Int64, value: Float32) -> None:
     inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def load_shared_cluster_i32(pointer, cta) -> Int32:
-    """Word of another CTA's shared memory at the place of ``pointer`` in this one's."""
-    return inline_ptx(
-        "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
-        "ld.shared::cluster.s32 {$w0}, [a]; }",
-        write_only_types=[Int32],
-        read_only_args=[Int32(pointer.toint()), Int32(cta)],
-    )
+def count_shared(pointer) -> None:
+    """Add one to a word of shared memory, atomically."""
+    inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[Int32(pointer.toint())])
 
 
 # ---- arithmetic, each rounded once: the compiler never contracts these into an fma

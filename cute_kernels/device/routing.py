@@ -1,12 +1,13 @@
-"""Counting sort of (token, slot) pairs by expert: stable, on the device, in one launch.
+"""Counting sort of (token, slot) pairs by expert: stable and on the device.
 
-A cluster of CTAs takes the pairs in order, every warp a contiguous run of them:
+CTAs take the pairs in order, every warp a contiguous run of them:
 
     1. each warp counts its pairs per expert and notes the rank of each pair within the warp
-    2. a CTA sums over its warps, the cluster over its CTAs; a scan over experts gives first rows
+    2. a CTA sums over its warps and over earlier CTAs; a scan over experts gives first rows
     3. row = first row of the expert + its pairs in earlier CTAs and warps + rank
 
-Nothing is atomic: the order of rows is the order of pairs.
+One CTA does all of it for few pairs. For many, `CountRoutes` counts per CTA before. Where atomics
+are used they only count: the order of rows is the order of pairs.
 """
 
 from __future__ import annotations
@@ -28,27 +29,15 @@ SHARED_BYTES = 224 * 1024  # of a CTA: a row of counters per warp, and two more 
 
 
 @dataclasses.dataclass(frozen=True)
-class SortRoutes:
-    """num_experts  local experts E
-    top_k        slots per token
-    ids          'Int32' or 'Int64'
-    ctas         CTAs of the one cluster: 1 for few pairs, 8 for many
+class Routes:
+    """What both kernels share.
 
-    topk_ids (T, K) global ids; weights fp32 (T, K); pairs = T * K; first_expert: global id of
-    local expert 0; global_experts: ids at and past it are ignored, like negative ones and those of
-    other ranks.
-    expert_offsets int32 (E+1,); row_token int32, row_weight fp32 (rows,) with rows >= pairs: -1
-    and 0 past the last routed row; token_rows int32 (T, K): -1 where a slot has no row here.
+    num_experts  local experts E
+    ids          'Int32' or 'Int64'
     """
 
     num_experts: int
-    top_k: int
     ids: str = "Int32"
-    ctas: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"sort_routes_e{self.num_experts}_k{self.top_k}_{self.ids.lower()}_c{self.ctas}"
 
     @property
     def warps(self) -> int:
@@ -59,82 +48,19 @@ class SortRoutes:
         return self.warps * WARP
 
     @property
-    def arguments(self) -> tuple:
-        i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
-        ids = Ptr(self.ids, 4 if self.ids == "Int32" else 8)
-        return (ids, f32, i32, i32, f32, i32, "i32", "i32", "i32", "i32")
+    def ids_argument(self) -> Ptr:
+        return Ptr(self.ids, 4 if self.ids == "Int32" else 8)
 
-    @cute.jit
-    def __call__(
-        self,
-        topk_ids,
-        weights,
-        expert_offsets,
-        row_token,
-        row_weight,
-        token_rows,
-        pairs,
-        rows,
-        first_expert,
-        global_experts,
-        stream,
-    ):
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        inputs = (topk_ids, weights, first_expert, global_experts)
-        outputs = (expert_offsets, row_token, row_weight, token_rows)
-        self.kernel(inputs, outputs, pairs, rows).launch(
-            grid=(self.ctas, 1, 1),
-            block=(self.threads, 1, 1),
-            cluster=(self.ctas, 1, 1),
-            stream=stream,
-            use_pdl=True,
+    def shared(self, size):
+        return cute.make_tensor(
+            cute.arch.alloc_smem(Int32, size, alignment=16), cute.make_layout(size)
         )
 
-    @cute.kernel
-    def kernel(self, inputs, outputs, pairs, rows):
-        expert_offsets, row_token, row_weight, token_rows = outputs
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        experts = self.num_experts
-        sCount, sTotal, sFirst, sScan = self.allocate()
-        for i in cutlass.range(tid, self.warps * experts, self.threads):
-            sCount[i] = Int32(0)
-        ptx.wait_for_previous_kernel()
-        cute.arch.sync_threads()
-
-        per_warp = (pairs + (self.ctas * self.threads - 1)) // (self.ctas * self.threads) * WARP
+    def run_of_warp(self, pairs, ctas, cta, tid):
+        """(first, end) of the pairs of this warp."""
+        per_warp = (pairs + (ctas * self.threads - 1)) // (ctas * self.threads) * WARP
         begin = (cta * self.warps + tid // WARP) * per_warp
-        stop = cutlass.min(begin + per_warp, pairs)
-        self.rank_pairs(inputs, token_rows, sCount, begin, stop, tid)
-        cute.arch.sync_threads()
-
-        self.scan_warps(sCount, sTotal, tid)
-        self.cluster_barrier()
-        total = self.scan_experts(sTotal, sFirst, sScan, expert_offsets, cta, tid)
-        cute.arch.sync_threads()
-
-        self.place_pairs(inputs, outputs, (sFirst, sCount), begin, stop, tid)
-        for i in cutlass.range(total + cta * self.threads + tid, rows, self.ctas * self.threads):
-            ptx.store_u32(row_token.toint() + Int64(i) * 4, Int32(-1))
-            ptx.store_f32(row_weight.toint() + Int64(i) * 4, cutlass.Float32(0.0))
-        self.cluster_barrier()  # nobody leaves while others may read its shared memory
-        ptx.allow_next_kernel()
-
-    def allocate(self):
-        """Counters (warp, expert), totals of this CTA, first rows for this CTA, partial sums of
-        the scan."""
-        sizes = (self.warps * self.num_experts, self.num_experts, self.num_experts, self.warps)
-        return [
-            cute.make_tensor(cute.arch.alloc_smem(Int32, n, alignment=16), cute.make_layout(n))
-            for n in sizes
-        ]
-
-    def cluster_barrier(self):
-        if self.ctas == 1:
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        return begin, cutlass.min(begin + per_warp, pairs)
 
     def load_experts(self, inputs, base, stop):
         """Local experts of the pairs base + 0, 32, 64, ..: -1 without a row and from ``stop`` on.
@@ -172,6 +98,116 @@ class SortRoutes:
                 ballot ^ Uint32(bit - 1)
             )  # bit 1: those that voted, bit 0: those that did not
         return mask
+
+
+@dataclasses.dataclass(frozen=True)
+class CountRoutes(Routes):
+    """counts[cta, e] = pairs of local expert e among those of the CTA.
+
+    topk_ids (T, K); counts int32 (ctas, E)
+    """
+
+    @property
+    def name(self) -> str:
+        return f"count_routes_e{self.num_experts}_{self.ids.lower()}"
+
+    @property
+    def arguments(self) -> tuple:
+        return (self.ids_argument, Ptr("Int32", 4), "i32", "i32", "i32", "i32")
+
+    @cute.jit
+    def __call__(self, topk_ids, counts, pairs, ctas, first_expert, global_experts, stream):
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        inputs = (topk_ids, None, first_expert, global_experts)
+        self.kernel(inputs, counts, pairs, ctas).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, counts, pairs, ctas):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        sCount = self.shared(self.num_experts)
+        for i in cutlass.range(tid, self.num_experts, self.threads):
+            sCount[i] = Int32(0)
+        ptx.wait_for_previous_kernel()
+        cute.arch.sync_threads()
+        begin, stop = self.run_of_warp(pairs, ctas, cta, tid)
+        base = begin
+        while base < stop:
+            _, experts = self.load_experts(inputs, base + tid % WARP, stop)
+            for n in cutlass.range_constexpr(BATCH):
+                if experts[n] >= 0:
+                    ptx.count_shared(sCount.iterator + experts[n])
+            base += WARP * BATCH
+        cute.arch.sync_threads()
+        for i in cutlass.range(tid, self.num_experts, self.threads):
+            position = Int64(cta) * self.num_experts + i
+            ptx.store_u32(counts.toint() + position * 4, sCount[i])
+        ptx.allow_next_kernel()
+
+
+@dataclasses.dataclass(frozen=True)
+class SortRoutes(Routes):
+    """top_k   slots per token
+    spread  several CTAs, whose counts `CountRoutes` left in ``counts``
+
+    topk_ids (T, K) global ids; weights fp32 (T, K); counts int32 (ctas, E); pairs = T * K;
+    first_expert: global id of local expert 0; global_experts: ids at and past it are ignored, like
+    negative ones and those of other ranks.
+    expert_offsets int32 (E+1,); row_token int32, row_weight fp32 (rows,) with rows >= pairs: -1
+    and 0 past the last routed row; token_rows int32 (T, K): -1 where a slot has no row here.
+    """
+
+    top_k: int = 1
+    spread: bool = False
+
+    @property
+    def name(self) -> str:
+        spread = "_spread" if self.spread else ""
+        return f"sort_routes_e{self.num_experts}_k{self.top_k}_{self.ids.lower()}{spread}"
+
+    @property
+    def arguments(self) -> tuple:
+        i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
+        inputs = (self.ids_argument, f32, i32 if self.spread else None, "i32", "i32")
+        return (inputs, (i32, i32, f32, i32), "i32", "i32", "i32")
+
+    @cute.jit
+    def __call__(self, inputs, outputs, pairs, rows, ctas, stream):
+        topk_ids, weights, counts, first_expert, global_experts = inputs
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        inputs = (topk_ids, weights, first_expert, global_experts)
+        self.kernel(inputs, counts, outputs, pairs, rows, ctas).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, counts, outputs, pairs, rows, ctas):
+        expert_offsets, row_token, row_weight, token_rows = outputs
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        sCount = self.shared(self.warps * self.num_experts)  # (warp, expert)
+        sTotal, sFirst = self.shared(self.num_experts), self.shared(self.num_experts)
+        sScan = self.shared(self.warps)
+        for i in cutlass.range(tid, self.warps * self.num_experts, self.threads):
+            sCount[i] = Int32(0)
+        ptx.wait_for_previous_kernel()
+        cute.arch.sync_threads()
+
+        begin, stop = self.run_of_warp(pairs, ctas, cta, tid)
+        self.rank_pairs(inputs, token_rows, sCount, begin, stop, tid)
+        cute.arch.sync_threads()
+        self.scan_warps(sCount, sTotal, tid)
+        cute.arch.sync_threads()
+        total = self.scan_experts((sTotal, sFirst, sScan), counts, expert_offsets, ctas, cta, tid)
+        cute.arch.sync_threads()
+
+        self.place_pairs(inputs, outputs, (sFirst, sCount), begin, stop, tid)
+        for i in cutlass.range(total + cta * self.threads + tid, rows, ctas * self.threads):
+            ptx.store_u32(row_token.toint() + Int64(i) * 4, Int32(-1))
+            ptx.store_f32(row_weight.toint() + Int64(i) * 4, cutlass.Float32(0.0))
+        ptx.allow_next_kernel()
 
     @cute.jit
     def rank_pairs(self, inputs, token_rows, sCount, begin, stop, tid):
@@ -231,14 +267,15 @@ class SortRoutes:
             sTotal[expert] = running
 
     @cute.jit
-    def scan_experts(self, sTotal, sFirst, sScan, expert_offsets, cta, tid):
+    def scan_experts(self, shared, counts, expert_offsets, ctas, cta, tid):
         """sFirst[e] = first row of expert e + its pairs in earlier CTAs. Returns the number of
         routed rows."""
+        sTotal, sFirst, sScan = shared
         lane, warp = tid % WARP, tid // WARP
         done = Int32(0)  # rows of the experts of earlier steps
         for step in cutlass.range_constexpr(-(-self.num_experts // self.threads)):
             expert = step * self.threads + tid
-            earlier, count = self.cluster_counts(sTotal, expert, cta)
+            earlier, count = self.counts_of(expert, sTotal, counts, ctas, cta)
             upto = inclusive_sum(count, lane)
             if lane == WARP - 1:
                 sScan[warp] = upto
@@ -260,19 +297,17 @@ class SortRoutes:
         return done
 
     @cute.jit
-    def cluster_counts(self, sTotal, expert, cta):
+    def counts_of(self, expert, sTotal, counts, ctas, cta):
         """(pairs of ``expert`` in earlier CTAs, in all CTAs); 0 past the last expert."""
         earlier, count = Int32(0), Int32(0)
         if expert < self.num_experts:
-            if cutlass.const_expr(self.ctas == 1):
-                count = sTotal[expert]
-            else:
-                counts = [
-                    ptx.load_shared_cluster_i32(sTotal.iterator + expert, c)
-                    for c in range(self.ctas)
-                ]
-                for c in cutlass.range_constexpr(self.ctas):
-                    count += counts[c]
+            if cutlass.const_expr(self.spread):
+                column = counts.toint() + Int64(expert) * 4
+                for c in cutlass.range(ctas, unroll=8):
+                    part = ptx.load_i32(column + Int64(c) * (self.num_experts * 4))
+                    count += part
                     if c < cta:
-                        earlier += counts[c]
+                        earlier += part
+            else:
+                count = sTotal[expert]
         return earlier, count
