@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_ALIGNMENT = 256  # bytes; what CUDA's allocator gives, more than a TMA descriptor asks for
+
 
 class Buffer(NamedTuple):
     """One scratch tensor of a call. Its size follows from shapes, never from routing."""
@@ -28,7 +30,7 @@ def total_bytes(buffers: list[Buffer]) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 256) * 256
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Workspace:
@@ -41,7 +43,9 @@ class Workspace:
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(nbytes + _ALIGNMENT - 1, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % _ALIGNMENT  # torch aligns host memory to 64 bytes only
+        self._memory = memory[start : start + nbytes]
 
     @property
     def nbytes(self) -> int:
