@@ -32,7 +32,7 @@ ONE_CTA_PAIRS = 1024  # routes that one CTA sorts before another one joins
 MAX_SORT_CTAS = 64
 MAX_EXPERTS = 16384  # whose counters fit the shared memory of a CTA
 
-_library = torch.library.Library(_NAMESPACE, "DEF")
+_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 # ---- public functions

@@ -1,5 +1,8 @@
-"""The small kernels, compiled for sm_100a, in the simulator: E2M1 conversion by the instruction
-that an SM90 lacks, and every memory access checked. Bytes equal the plain PyTorch implementation."""
+"""The small kernels, compiled for sm_100a, in the simulator.
+
+The E2M1 conversion here is the instruction that an SM90 lacks, and every memory access is checked.
+Bytes equal the plain PyTorch implementation.
+"""
 
 from __future__ import annotations
 
