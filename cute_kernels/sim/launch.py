@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import struct
 import tempfile
 from pathlib import Path
 
 from cute_kernels.sim import shim
-from cute_kernels.sim.ptx import Module, parse
+from cute_kernels.sim.program import Program
+from cute_kernels.sim.ptx import Function, Module, parse
+from cute_kernels.sim.runtime import elf_size
 
 
 class Preparation:
@@ -28,6 +29,7 @@ class Preparation:
         self.known: dict[str, str] = {}  # sha256 of a cubin -> PTX text
         self._seen: set[Path] = set()
         self._modules: dict[str, Module] = {}
+        self._programs: dict[int, Program] = {}
 
     def variables(self) -> dict[str, str]:
         return {
@@ -59,6 +61,12 @@ class Preparation:
             self._modules[digest] = parse(self.known[digest])
         return self._modules[digest]
 
+    def program(self, function: Function) -> Program:
+        """The translated instructions of ``function``, kept as long as its module."""
+        if id(function) not in self._programs:
+            self._programs[id(function)] = Program(function)
+        return self._programs[id(function)]
+
     def _scan(self) -> None:
         """Pair new cubin files with the PTX file written beside them (same name but for the
         ending).
@@ -78,9 +86,7 @@ def elf_of(image: bytes) -> bytes:
     start = image.find(b"\x7fELF")
     if start < 0:
         raise RuntimeError("the loaded image holds no cubin (ELF): a compressed fat binary?")
-    (sections,) = struct.unpack_from("<Q", image, start + 40)
-    size, count = struct.unpack_from("<HH", image, start + 58)
-    return image[start : start + sections + size * count]
+    return image[start : start + elf_size(image[start : start + 64])]
 
 
 _prepared: list[Preparation] = []  # the environment of a process is prepared once

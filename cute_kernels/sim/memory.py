@@ -17,6 +17,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from cute_kernels.sim.checks import OutOfBounds
+
 RESERVED = 1024  # bytes of shared memory below the first variable (simulator.md)
 SHARED_BASE = 1 << 56
 LOCAL_BASE = 2 << 56
@@ -25,93 +27,22 @@ OFFSET_MASK = (1 << RANK_SHIFT) - 1
 
 
 class SharedMemory:
-    """The shared-memory window of one CTA with its shadow state; all arrays have one element per byte.
+    """The shared-memory window of one CTA with its shadow state; every array has one element per byte.
 
-    data         uint8, the contents
-    init         uint8, 1 once the byte has been written
-    dirty        uint16, 0 or 1 + thread id of the last generic-proxy writer that has not passed a
-                 fence.proxy.async since
-    async_reads  uint16, the number of asynchronous operations that may still read the byte
-    exempt       uint8, 1 for bytes of mbarrier objects: no proxy or initialisation check
+    data          uint8, the contents; 0xFF until written
+    init          uint8, 1 once the byte has been written
+    writer        uint64, 0 or `checks.pack_writer` of the last generic store
+    async_reads   uint16, how many asynchronous operations may still read the byte
+    async_writes  uint16, how many bulk copies may still write it
     """
 
-    def __init__(self, arrays: ClusterShared, rank: int) -> None:
-        self.rank = rank
-        self.data = arrays.data[rank]
-        self.init = arrays.init[rank]
-        self.dirty = arrays.dirty[rank]
-        self.async_reads = arrays.async_reads[rank]
-        self.exempt = arrays.exempt[rank]
-        self.dirty_range = arrays.dirty_range[rank]
-        self.size = self.data.shape[0]
-
-    def offset(self, address: int) -> int:
-        """Offset in the window of a shared, or generic, address of this CTA (the rank is not checked)."""
-        return int(address) & OFFSET_MASK
-
-    def view(self, offset: int, size: int) -> np.ndarray:
-        """The bytes [offset, offset + size); IndexError if they leave the window."""
-        if not 0 <= offset <= offset + size <= self.size:
-            raise IndexError(
-                f"shared memory [{offset:#x}, {offset + size:#x}) leaves the window of {self.size:#x} bytes"
-            )
-        return self.data[offset : offset + size]
-
-    def read_u32(self, offset: int) -> int:
-        return int.from_bytes(self.view(offset, 4).tobytes(), "little")
-
-    def read_u64(self, offset: int) -> int:
-        return int.from_bytes(self.view(offset, 8).tobytes(), "little")
-
-    def write_int(self, offset: int, value: int, size: int) -> None:
-        """Stores an integer and marks its bytes initialised and clean."""
-        raw = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-        self.view(offset, size)[:] = np.frombuffer(raw, np.uint8)
-        self.init[offset : offset + size] = 1
-        self.dirty[offset : offset + size] = 0
-
-    def mark_written(self, lo: int, hi: int) -> None:
-        """Asynchronous write of [lo, hi): initialised, and visible to both proxies."""
-        self.init[lo:hi] = 1
-        self.dirty[lo:hi] = 0
-
-    def fence_async(self, warp_id: int, mask: np.ndarray) -> None:
-        """fence.proxy.async of the lanes in `mask`: their earlier generic writes reach the async proxy."""
-        lo, hi = self.dirty_range[warp_id]
-        if lo >= hi:
-            return
-        threads = 1 + 32 * warp_id + np.flatnonzero(mask)
-        region = self.dirty[lo:hi]
-        if len(threads) == 32:
-            region[(region >= threads[0]) & (region <= threads[-1])] = 0
-            self.dirty_range[warp_id] = (self.size, 0)
-        else:
-            region[np.isin(region, threads)] = 0
-
-
-class ClusterShared:
-    """Backing arrays of all shared windows of a cluster, (ranks, window bytes); see `SharedMemory`."""
-
-    def __init__(self, ranks: int, window: int, warps: int, poison: int = 0xFF) -> None:
-        self.data = np.full((ranks, window), poison, np.uint8)
-        self.init = np.zeros((ranks, window), np.uint8)
-        self.dirty = np.zeros((ranks, window), np.uint16)
-        self.async_reads = np.zeros((ranks, window), np.uint16)
-        self.exempt = np.zeros((ranks, window), np.uint8)
-        # per (writer rank ignored) destination CTA and warp: extent of its unfenced generic writes
-        self.dirty_range = np.zeros((ranks, warps, 2), np.int64)
-        self.dirty_range[:, :, 0] = window
-
-    def window(self, rank: int) -> SharedMemory:
-        return SharedMemory(self, rank)
-
-
-class OutOfRange(Exception):
-    """An access outside every live allocation; callers turn it into an `OutOfBounds` report."""
-
-    def __init__(self, address: int, size: int) -> None:
-        super().__init__(f"[{address:#x}, {address + size:#x}) is in no live allocation")
-        self.address, self.size = address, size
+    def __init__(self, size: int) -> None:
+        self.size = -(-size // 128) * 128
+        self.data = np.full(self.size, 0xFF, np.uint8)
+        self.init = np.zeros(self.size, np.uint8)
+        self.writer = np.zeros(self.size, np.uint64)
+        self.async_reads = np.zeros(self.size, np.uint16)
+        self.async_writes = np.zeros(self.size, np.uint16)
 
 
 class GlobalMemory:
@@ -163,8 +94,10 @@ class GlobalMemory:
         self._tensors.clear()
         for thing in gc.get_objects():
             kind = type(thing)
-            if kind is torch.Tensor or kind is torch.nn.Parameter or (
-                isinstance(kind, type) and issubclass(kind, torch.Tensor)
+            if (
+                kind is torch.Tensor
+                or kind is torch.nn.Parameter
+                or (isinstance(kind, type) and issubclass(kind, torch.Tensor))
             ):
                 self._add(thing)
 
@@ -183,17 +116,27 @@ class GlobalMemory:
         i = int(np.searchsorted(self.ranges[:, 0], address, side="right")) - 1
         return i >= 0 and address + size <= int(self.ranges[i, 1])
 
+    def range_of(self, address: int, size: int) -> tuple[int, int]:
+        """(first, end) of the live allocation that holds [address, address + size).
+
+        Raises:
+            OutOfBounds: if no single one does.
+        """
+        self.find(address, size)
+        i = int(np.searchsorted(self.ranges[:, 0], address, side="right")) - 1
+        return int(self.ranges[i, 0]), int(self.ranges[i, 1])
+
     def find(self, address: int, size: int, write: bool = False) -> np.ndarray:
         """A uint8 view of [address, address + size).
 
         Raises:
-            OutOfRange: if the bytes are not inside one live allocation.
+            OutOfBounds: if the bytes are not inside one live allocation.
         """
         address, size = int(address), int(size)
         if not self.contains(address, size):
             self.refresh(scan=True)
             if not self.contains(address, size):
-                raise OutOfRange(address, size)
+                raise OutOfBounds(f"[{address:#x}, {address + size:#x}) is in no live allocation")
         return raw_view(address, size)
 
 

@@ -179,7 +179,14 @@ def _image(address: int) -> bytes:
     if magic == _FATBIN_MAGIC:
         return ctypes.string_at(address, header + size)
     if head[:4] == b"\x7fELF":
-        section_table = struct.unpack("<Q", ctypes.string_at(address + 40, 8))[0]
-        entry_size, entries = struct.unpack("<HH", ctypes.string_at(address + 58, 4))
-        return ctypes.string_at(address, section_table + entry_size * entries)
+        return ctypes.string_at(address, elf_size(ctypes.string_at(address, 64)))
     raise RuntimeError(f"unknown kernel image, starts with {head[:8].hex()}")
+
+
+def elf_size(header: bytes) -> int:
+    """Bytes of a 64-bit ELF object, from its first 64: it ends with its section or its program headers."""
+    programs, sections = struct.unpack_from("<QQ", header, 32)
+    program_size, programs_count, section_size, sections_count = struct.unpack_from(
+        "<4H", header, 54
+    )
+    return max(programs + program_size * programs_count, sections + section_size * sections_count)

@@ -15,7 +15,8 @@ from cute_kernels.sim.grid import Launch
 from cute_kernels.sim.handlers import find_handler
 from cute_kernels.sim.launch import preparation
 from cute_kernels.sim.memory import GlobalMemory, raw_view
-from cute_kernels.sim.ptx import Function
+from cute_kernels.sim.program import Program
+from cute_kernels.sim.ptx import Function, Module, Variable
 from cute_kernels.sim.runtime import LaunchRequest, Runtime
 from cute_kernels.sim.scheduler import Policy, Scheduler
 from cute_kernels.sim.tensormap import MapCache
@@ -88,6 +89,7 @@ class Simulator:
         self.counters = Counters()
         self.tc_pipes: dict[Any, Any] = {}
         self.runtime = Runtime(self._on_launch)
+        self._module: Module | None = None
 
     def __enter__(self) -> Simulator:
         if Simulator.active is not None:
@@ -109,8 +111,17 @@ class Simulator:
             raise RuntimeError(
                 f"kernel {request.name} is not in its PTX, which has {sorted(module.functions)}"
             )
+        self._module = module
         params = read_params(function, request.params)
         self.run(function, params, request)
+
+    def program(self, function: Function) -> Program:
+        """Its instructions translated, once per process."""
+        return preparation().program(function)
+
+    def module_variables(self, function: Function) -> list[Variable]:
+        """Variables at module scope: where dynamic shared memory is declared."""
+        return [] if self._module is None else list(self._module.variables.values())
 
     def run(self, function: Function, params: bytes, shape: Any) -> LaunchResult:
         """Run one kernel. ``shape`` has grid, block, cluster and smem_bytes (a `LaunchRequest`)."""
@@ -128,7 +139,10 @@ class Simulator:
             smem_bytes=shape.smem_bytes,
         )
         started = time.perf_counter()
-        Scheduler(self, launch).run()
+        try:
+            Scheduler(self, launch).run()
+        finally:
+            launch.release()
         result = LaunchResult(
             function.name,
             shape.grid,
