@@ -211,10 +211,9 @@ class QuantizeRows:
         values = [ptx.mul(v, r) for v in self.elements(words, factor)]
         encode = ptx.encode_e2m1x8 if self.hardware else ptx.encode_e2m1x8_integer
         codes = [encode(values[:8]), encode(values[8:])]
-        if not self.hardware:  # a NaN scale makes every code of its block that of NaN
-            nan = byte == UE4M3_NAN
-            codes = [ptx.select(nan, Uint32(0x77777777), w) for w in codes]
-        return byte, codes
+        # A NaN scale makes every code of its block that of NaN; its bits decode to a number above.
+        nan = byte == UE4M3_NAN
+        return byte, [ptx.select(nan, Uint32(0x77777777), w) for w in codes]
 
 
 def tree(operation, values):
