@@ -12,7 +12,7 @@ from pathlib import Path
 from cute_kernels.sim import shim
 from cute_kernels.sim.program import Program
 from cute_kernels.sim.ptx import Function, Module, parse
-from cute_kernels.sim.runtime import elf_size
+from cute_kernels.sim.runtime import Handles, elf_size
 
 
 class Preparation:
@@ -28,6 +28,7 @@ class Preparation:
         self.dump = Path(self._scratch.name)
         self.known: dict[str, str] = {}  # sha256 of a cubin -> PTX text
         self._seen: set[Path] = set()
+        self.handles = Handles()
         self._modules: dict[str, Module] = {}
         self._programs: dict[int, Program] = {}
 

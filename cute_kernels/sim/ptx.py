@@ -170,7 +170,7 @@ _NAME = r"[A-Za-z$_%.][\w$.]*"
 _LABEL = re.compile(r"\s*([A-Za-z$_%][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
-_GUARD = re.compile(r"@(!?)\s*(%[\w$]+)\s+")
+_GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
 _REG_DECL = re.compile(r"\.reg\s+(?:\.v\d\s+)?\.(\w+)\s+(.*)", re.S)
 _FUNC = re.compile(r"((?:\.(?:visible|weak|extern|common)\s+)*)\.(entry|func)\b\s*(.*)", re.S)
 _VAR = re.compile(
@@ -390,6 +390,8 @@ class _FunctionParser:
     def _new(self, name: str, kind: str) -> Reg:
         reg = Reg(len(self.function.regs), kind, name)
         self.function.regs.append(reg)
+        if kind == "b128":  # two rows: low and high 64 bits
+            self.function.regs.append(Reg(reg.id + 1, "b64", name + ".hi"))
         return reg
 
     def reg(self, name: str) -> Reg | None:

@@ -58,6 +58,14 @@ class LaunchRequest:
     params: int
 
 
+class Handles:
+    """What compiled host code has loaded; it keeps the handles as long as the process lives."""
+
+    def __init__(self) -> None:
+        self.libraries: list[int] = []  # addresses of their images
+        self.kernels: list[tuple[int, str]] = []  # (library, name)
+
+
 class Runtime:
     """Answers the entry points; ``on_launch(request)`` runs kernels and may raise.
 
@@ -65,11 +73,9 @@ class Runtime:
     returns a CUDA error, so that the host code stops; `Simulator` raises it on leaving the call.
     """
 
-    def __init__(self, on_launch: Callable[[LaunchRequest], None]) -> None:
-        self.on_launch = on_launch
+    def __init__(self, handles: Handles, on_launch: Callable[[LaunchRequest], None]) -> None:
+        self.handles, self.on_launch = handles, on_launch
         self.error: BaseException | None = None
-        self._libraries: list[int] = []  # addresses of their images
-        self._kernels: list[tuple[int, str]] = []  # (library, name)
         self._entries = [_ENTRY(self._guard(name)) for name in ENTRY_POINTS]
 
     def connect(self, shim: ctypes.CDLL) -> None:
@@ -103,13 +109,13 @@ class Runtime:
         _store_int(value, DEVICE_ATTRIBUTES.get(attribute & 0xFFFFFFFF, 0))
 
     def cudaLibraryLoadData(self, library: int, code: int, *_: int) -> None:
-        self._libraries.append(code)
-        _store_pointer(library, len(self._libraries))
+        self.handles.libraries.append(code)
+        _store_pointer(library, len(self.handles.libraries))
 
     def cudaLibraryGetKernel(self, kernel: int, library: int, name: int, *_: int) -> None:
         text = ctypes.string_at(name).decode()
-        self._kernels.append((library, text))
-        _store_pointer(kernel, len(self._kernels))
+        self.handles.kernels.append((library, text))
+        _store_pointer(kernel, len(self.handles.kernels))
 
     def cudaLibraryUnload(self, *_: int) -> None:
         return None
@@ -138,7 +144,7 @@ class Runtime:
     def cudaLaunchKernelEx(self, config: int, kernel: int, params: int, *_: int) -> int | None:
         if self.error is not None:
             return LAUNCH_FAILURE
-        library, name = self._kernels[kernel - 1]
+        library, name = self.handles.kernels[kernel - 1]
         # cudaLaunchConfig_t: gridDim, blockDim (3 x u32 each), dynamicSmemBytes, stream, attrs,
         # numAttrs
         raw = ctypes.string_at(config, 56)
@@ -155,7 +161,7 @@ class Runtime:
                 f"{name} wants {smem} bytes of dynamic shared memory, a CTA may have "
                 f"{SMEM_PER_BLOCK_OPTIN}: the launch would be refused"
             )
-        image = _image(self._libraries[library - 1])
+        image = _image(self.handles.libraries[library - 1])
         grid, block = (gx, gy, gz), (bx, by, bz)
         self.on_launch(LaunchRequest(image, name, grid, block, cluster, smem, params))
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -88,18 +89,20 @@ class Simulator:
         self.async_ops = AsyncOps(self.trace)
         self.counters = Counters()
         self.tc_pipes: dict[Any, Any] = {}
-        self.runtime = Runtime(self._on_launch)
+        self.runtime = Runtime(preparation().handles, self._on_launch)
         self._module: Module | None = None
 
     def __enter__(self) -> Simulator:
         if Simulator.active is not None:
             raise RuntimeError("a Simulator is already active in this process")
         self.runtime.connect(preparation().library)
+        self._ask_device_count = _answer_device_count()
         Simulator.active = self
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         Simulator.active = None
+        self._ask_device_count()
         if self.runtime.error is not None:
             # the host code saw a CUDA error, and may have raised its own: this is the cause
             raise self.runtime.error from error
@@ -168,6 +171,20 @@ class SavedLaunch:
     cluster: tuple[int, int, int]
     smem_bytes: int
     memory: dict[int, np.ndarray]
+
+
+def _answer_device_count() -> Callable[[], None]:
+    """The loader asks the driver, through cuda.bindings, how many devices there are: one, while a simulator is active.
+    Returns the function that takes the answer back."""
+    from cuda.bindings import runtime
+
+    asked = runtime.cudaGetDeviceCount
+    runtime.cudaGetDeviceCount = lambda: (runtime.cudaError_t.cudaSuccess, 1)
+
+    def restore() -> None:
+        runtime.cudaGetDeviceCount = asked
+
+    return restore
 
 
 def read_params(function: Function, addresses: int) -> bytes:
