@@ -80,6 +80,14 @@ def test_quantize_rounding_boundaries() -> None:
     assert_quantized(simulate(ops.quantize_rows, *args), ops.quantize_rows(*args), offsets)
 
 
+@pytest.mark.parametrize("g", [1.0, 2.0**-100])
+def test_quantize_every_bf16_pattern(g: float) -> None:
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    offsets = torch.tensor([0, 32], dtype=torch.int32)
+    args = (patterns.reshape(32, 2048), offsets, None, torch.tensor([g]))
+    assert_quantized(simulate(ops.quantize_rows, *args), ops.quantize_rows(*args), offsets)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_combine(shared: bool) -> None:
     case = Case(9, hidden=80, top_k=3, routing="holes")
