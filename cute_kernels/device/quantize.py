@@ -69,17 +69,14 @@ class QuantizeRows:
     @property
     def arguments(self) -> tuple:
         f32 = Ptr("Float32", 4)
-        return (
+        limit = Ptr("Int32", 4) if self.bounded else None
+        inputs = (
             Ptr(self.dtype),
             f32 if self.given else None,
             f32 if self.weighted else None,
-            Ptr("Int32", 4) if self.bounded else None,
-            Ptr("Uint8"),
-            Ptr("Uint8"),
-            f32,
-            "i32",
-            "i32",
+            limit,
         )
+        return (inputs, (Ptr("Uint8"), Ptr("Uint8"), f32), "i32", "i32")
 
     @property
     def groups(self) -> int:
@@ -100,27 +97,28 @@ class QuantizeRows:
         return -(-scale_pitch(self.hidden) // (self.blocks * WARP)) * WARP
 
     @cute.jit
-    def __call__(self, x, outer, weight, limit, data, scale, gx, rows, outer_stride, stream):
+    def __call__(self, inputs, outputs, rows, outer_stride, stream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(x, outer, weight, limit, data, scale, gx, outer_stride).launch(
+        self.kernel(inputs, outputs, outer_stride).launch(
             grid=(rows, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x, outer, weight, limit, data, scale, gx, outer_stride):
+    def kernel(self, inputs, outputs, outer_stride):
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         ptx.wait_for_previous_kernel()
         bound = row + 1
         if cutlass.const_expr(self.bounded):
-            bound = ptx.load_i32(limit.toint())
+            bound = ptx.load_i32(inputs[3].toint())
         if row < bound:
-            self.quantize_row(x, outer, weight, (data, scale, gx), row, tid, outer_stride)
+            self.quantize_row(inputs, outputs, row, tid, outer_stride)
         ptx.allow_next_kernel()
 
     @cute.jit
-    def quantize_row(self, x, outer, weight, out, row, tid, outer_stride):
-        data, scale, gx = out
+    def quantize_row(self, inputs, outputs, row, tid, outer_stride):
+        x, outer, weight, _ = inputs
+        data, scale, gx = outputs
         words = self.load_row(x.toint(), row, tid)  # (blocks, words of a block)
         factor = None
         if cutlass.const_expr(self.weighted):
