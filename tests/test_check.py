@@ -156,8 +156,9 @@ def test_half_ulp() -> None:
     want = torch.tensor([2**-8, 2**-8, 2**-7, 2**-9, 2**-134, 2**-134], dtype=torch.float64)
     assert torch.equal(half_ulp(at, torch.bfloat16), want)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x = torch.rand(4096, generator=torch.Generator().manual_seed(0)).double() * 8
-        error = (x.to(dtype).double() - x).abs()
+        wide = torch.float64 if dtype == torch.float32 else torch.float32
+        x = torch.rand(4096, dtype=wide, generator=torch.Generator().manual_seed(0)) * 8
+        error = (x.to(dtype).double() - x.double()).abs()
         assert bool((error <= half_ulp(x, dtype)).all())
         assert float((error / half_ulp(x, dtype)).max()) > 0.95
 
