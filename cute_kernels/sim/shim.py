@@ -34,6 +34,32 @@ ENTRY_POINTS = (
     "_cudaDeviceSynchronize",
     "_cudaStreamSynchronize",
 )
+# What host code compiled with --enable-tvm-ffi wants besides: `init` and `load` are functions of its
+# own module, `raise` is tvm_ffi's way to set a Python error. The simulator raises the true cause.
+_TVM_FFI = """
+typedef void (*raise_message)(const char *kind, const char *text);
+typedef void (*raise_parts)(const char *kind, const char **parts, int count);
+int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int),
+                                   raise_message raise) {
+    void *library = 0;
+    int code = 0;
+    if (*state) return 0;
+    code = init(&library);
+    if (!code && load) code = load(&library, 0);
+    if (code) {
+        raise("RuntimeError", "the simulated device refused: is a Simulator active?");
+        return -1;
+    }
+    *state = library;
+    return 0;
+}
+void cuda_dialect_unload_library_once(void **state) { *state = 0; }
+const char *cuda_dialect_get_error_name(int code) { return code ? "simulated launch failure" : "success"; }
+void CuteDSLRT_TVMFFISetRaisedCudaError(raise_parts raise, int code) {
+    const char *part = cuda_dialect_get_error_name(code);
+    raise("RuntimeError", &part, 1);
+}
+"""
 _NOT_RUNNING = 100  # cudaErrorNoDevice: a launch outside of `with Simulator()`
 
 
@@ -50,7 +76,7 @@ def source() -> str:
             f"int {name}(long a, long b, long c, long d, long e, long f, long g, long h) "
             f"{{ return table[{i}] ? (int)table[{i}](a, b, c, d, e, f, g, h) : {_NOT_RUNNING}; }}"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _TVM_FFI
 
 
 def build(cache: Path) -> Path:

@@ -89,11 +89,15 @@ def bind(kernel: Any, *arguments: Any) -> Callable[[], None]:
             assumed_align=16,
         )
 
+    def actual(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        order = tuple(range(value.ndim))
+        tensor = from_dlpack(value, assumed_align=16)
+        return tensor.mark_compact_shape_dynamic(mode=0, stride_order=order)
+
     compiled = cute.compile(kernel, *map(example, arguments), stream)
-    bound = [
-        from_dlpack(value, assumed_align=16) if isinstance(value, Tensor) else value
-        for value in arguments
-    ]
+    bound = [actual(value) for value in arguments]
     return lambda: compiled(*bound, stream)
 
 

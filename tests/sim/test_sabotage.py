@@ -1,6 +1,6 @@
 """Every synchronisation of a right kernel, left out one at a time, is noticed by the simulator.
 
-Noticed: an error, or a wrong result, in at least one of the schedules; the whole kernel passes all of
+Noticed: an error, or a wrong result, in at least one schedule; the whole kernel passes all of
 them (test_specimens.py and `test_whole_kernels_pass` below). NOT_NOTICED lists what is known to
 escape, with the reason: an entry that starts to be noticed fails, so that the list stays true.
 """

@@ -12,7 +12,7 @@ from tests.sim.programs import GemmCase
 GEMMS = [
     GemmCase(m=128, n=128, k=256),
     GemmCase(m=256, n=256, k=512),
-    GemmCase(m=128, n=192, k=512, tile_n=64, tile_k=128, num_ab_stage=3),
+    GemmCase(m=128, n=256, k=512, tile_k=128, num_ab_stage=3),
     GemmCase(m=128, n=512, k=512, tile_n=256),
     GemmCase(m=256, n=128, k=768, cluster_m=2),
     GemmCase(m=256, n=256, k=512, pair=True),

@@ -90,8 +90,8 @@ class Nvfp4Gemm:
     ):
         self.ctas = 2 if pair else 1
         self.cluster_m = self.ctas if cluster_m is None else cluster_m
-        if tile_n % 64 or not 64 <= tile_n <= 256 or (tile_n == 64 and pair):
-            raise ValueError(f"tile_n must be 64 (one CTA), 128, 192 or 256, got {tile_n}")
+        if tile_n not in (128, 256):
+            raise ValueError(f"tile_n must be 128 or 256 (whole tiles of scales), got {tile_n}")
         if self.cluster_m % self.ctas:
             raise ValueError(f"cluster_m must be a multiple of {self.ctas}, got {self.cluster_m}")
         known = OMISSIONS | (PAIR_OMISSIONS if self.cluster_m > 1 else {})
@@ -101,12 +101,12 @@ class Nvfp4Gemm:
         self.num_ab_stage = num_ab_stage
         self.mma_tiler = (128 * self.ctas, tile_n, tile_k)
         self.cta_group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
-        self.tmem_columns = 512 if tile_n > 192 else 256
+        self.tmem_columns = 2 * tile_n  # accumulator and scales
         # the even CTA's epilogue is enough to release the accumulator, if the odd one does not
         peers = self.ctas if self.has("peer_acc_release") else 1
         self.acc_arrivals = EPILOGUE_WARPS * peers
         cta_bytes = (128 + tile_n // self.ctas) * tile_k // 2
-        cta_bytes += (128 + -(-tile_n // 128) * 128) * tile_k // SF_VEC
+        cta_bytes += (128 + tile_n) * tile_k // SF_VEC
         self.tx_bytes = cta_bytes * self.ctas + {"tx_short": -16, "tx_long": 16}.get(omit or "", 0)
 
     def has(self, name: str) -> bool:
@@ -156,8 +156,8 @@ class Nvfp4Gemm:
 
         tiler = self.mma_tiler
         tiled_mma = self._mma(self.cta_group, tiler[0], tiler[1])
-        sfb_mma = self._mma(tcgen05.CtaGroup.ONE, 128, cute.round_up(tiler[1], 128))
-        sfb_tiler = (128, cute.round_up(tiler[1], 128), tiler[2])
+        sfb_mma = self._mma(tcgen05.CtaGroup.ONE, 128, tiler[1])
+        sfb_tiler = (128, tiler[1], tiler[2])
         cluster = (self.cluster_m, 1, 1)
         vmnk = cute.tiled_divide(cute.make_layout(cluster), (tiled_mma.thr_id.shape,))
         sfb_vmnk = cute.tiled_divide(cute.make_layout(cluster), (sfb_mma.thr_id.shape,))
@@ -272,8 +272,7 @@ class Nvfp4Gemm:
         tiler, stages = self.mma_tiler, self.num_ab_stage
         cluster = cute.make_layout((self.cluster_m, 1, 1))
         tiled_mma = self._mma(self.cta_group, tiler[0], tiler[1])
-        sfb_n = (tiler[1] + 127) // 128 * 128
-        sfb_mma = self._mma(tcgen05.CtaGroup.ONE, 128, sfb_n)
+        sfb_mma = self._mma(tcgen05.CtaGroup.ONE, 128, tiler[1])
         vmnk = cute.tiled_divide(cluster, (tiled_mma.thr_id.shape,))
         sfb_vmnk = cute.tiled_divide(cluster, (sfb_mma.thr_id.shape,))
         coord, sfb_coord = vmnk.get_flat_coord(rank), sfb_vmnk.get_flat_coord(rank)
@@ -291,7 +290,7 @@ class Nvfp4Gemm:
         gA = thr_mma.partition_A(cute.local_tile(tensors[0], mk, everything))
         gB = thr_mma.partition_B(cute.local_tile(tensors[1], nk, everything))
         gSFA = thr_mma.partition_A(cute.local_tile(tensors[2], mk, everything))
-        gSFB = thr_sfb.partition_B(cute.local_tile(tensors[3], (sfb_n, tiler[2]), everything))
+        gSFB = thr_sfb.partition_B(cute.local_tile(tensors[3], nk, everything))
         one = cute.make_layout(1)
         peers = cute.make_layout(cute.slice_(vmnk, (0, None, 0, 0)).shape)
         sfb_peers = cute.make_layout(cute.slice_(sfb_vmnk, (0, None, 0, 0)).shape)
@@ -318,14 +317,14 @@ class Nvfp4Gemm:
                 if coord[0] == 0:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.tx_bytes)
-                src, sfb_tile = (None, m_tile, k_tile, 0), n_tile * tiler[1] // sfb_n
+                src = (None, m_tile, k_tile, 0)
                 nsrc, dst = (None, n_tile, k_tile, 0), (None, stage)
                 cute.copy(atoms[0], tAgA[src], tAsA[dst], tma_bar_ptr=full)
                 cute.copy(atoms[1], tBgB[nsrc], tBsB[dst], tma_bar_ptr=full, mcast_mask=b_mask)
                 cute.copy(atoms[2], tAgSFA[src], tAsSFA[dst], tma_bar_ptr=full)
                 cute.copy(
                     atoms[3],
-                    tBgSFB[(None, sfb_tile, k_tile, 0)],
+                    tBgSFB[nsrc],
                     tBsSFB[dst],
                     tma_bar_ptr=full,
                     mcast_mask=sfb_mask,
