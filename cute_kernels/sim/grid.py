@@ -10,10 +10,8 @@ import numpy as np
 
 from cute_kernels.sim.checks import IllegalInstruction
 from cute_kernels.sim.memory import RESERVED, SharedMemory
-from cute_kernels.sim.program import Program
 from cute_kernels.sim.ptx import Function
 from cute_kernels.sim.runtime import NUM_SMS
-from cute_kernels.sim.warp import Warp
 
 Dim3 = tuple[int, int, int]
 _LANES = np.arange(32)
@@ -30,8 +28,7 @@ class Cta:
         self.shared = SharedMemory(self.launch.window_bytes)
         count = -(-self.num_threads // 32)
         self.warps = [
-            Warp(self, i, self.launch.program, min(32, self.num_threads - 32 * i))
-            for i in range(count)
+            self.launch.new_warp(self, i, min(32, self.num_threads - 32 * i)) for i in range(count)
         ]
 
 
@@ -71,11 +68,11 @@ class Launch:
             raise IllegalInstruction(f"grid {grid} is no multiple of the cluster {cluster}")
         self.sim, self.function, self.name = sim, function, function.name
         self.grid, self.block, self.cluster_dims = grid, block, cluster
-        self.program = sim.program(function)
+        self.new_warp = sim.warps(function)
         self.instrs = function.instrs
         self.epoch = 1
         self.known_ranges: list[tuple[int, int, np.ndarray]] = []
-        self._time = 0
+        self.time = 0
         self._place_variables(smem_bytes)
         self._place_params(params)
         self._waiting = self._clusters()
@@ -134,8 +131,18 @@ class Launch:
         return next(self._waiting, None)
 
     def next_time(self) -> int:
-        self._time += _TICK
-        return self._time
+        self.time += _TICK
+        return self.time
+
+    def symbol(self, warp: Any, name: str) -> int:
+        """Address of a variable or parameter in its own space."""
+        if name in self.param_addresses:
+            return self.param_addresses[name]
+        if name in self.shared_offsets:
+            return int(warp.cta.rank << 24 | self.shared_offsets[name])
+        if name in self.local_offsets:
+            return self.local_offsets[name]
+        raise IllegalInstruction(f"symbol {name} has no address")
 
     def special(self, warp: Any, name: str) -> Any:
         """Value of a special register: one number for the warp, or a row."""

@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from cute_kernels.sim import shim
 from cute_kernels.sim.program import Program
@@ -31,6 +32,7 @@ class Preparation:
         self.handles = Handles()
         self._modules: dict[str, Module] = {}
         self._programs: dict[int, Program] = {}
+        self._codes: dict[int, Any] = {}
 
     def variables(self) -> dict[str, str]:
         return {
@@ -67,6 +69,14 @@ class Preparation:
         if id(function) not in self._programs:
             self._programs[id(function)] = Program(function)
         return self._programs[id(function)]
+
+    def code(self, function: Function) -> Any:
+        """``function`` lowered for the compiled core (a `decode.Code`), kept as long as its module."""
+        if id(function) not in self._codes:
+            from cute_kernels.sim.decode import Code  # needs numba
+
+            self._codes[id(function)] = Code(function)
+        return self._codes[id(function)]
 
     def _scan(self) -> None:
         """Pair new cubin files with the PTX file written beside them (same name but for the

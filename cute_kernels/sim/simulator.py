@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +17,19 @@ from cute_kernels.sim.grid import Launch
 from cute_kernels.sim.handlers import find_handler
 from cute_kernels.sim.launch import preparation
 from cute_kernels.sim.memory import GlobalMemory, raw_view
-from cute_kernels.sim.program import Program
 from cute_kernels.sim.ptx import Function, Module, Variable
 from cute_kernels.sim.runtime import LaunchRequest, Runtime
 from cute_kernels.sim.scheduler import Policy, Scheduler
 from cute_kernels.sim.tensormap import MapCache
 from cute_kernels.sim.trace import Trace
+from cute_kernels.sim.warp import Warp
 
 SCHEDULES = ("lazy", "eager", "random")
+CORES = ("auto", "compiled", "numpy")
+
+
+def _have_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Simulator:
     checks    `Checks`: which faults are errors (all by default)
     trace     True records events; `s.trace.save(path)` writes Chrome / Perfetto JSON
     resident  clusters that run at the same time
+    core      what executes the warps: "compiled" (needs numba), "numpy" (slower, needs nothing), or
+              "auto": compiled where numba is installed
 
     A fault raises a `SimError` that names kernel, CTA, warp and PTX line, out of the call that
     launched.
@@ -71,9 +79,13 @@ class Simulator:
         checks: Checks | None = None,
         trace: bool = False,
         resident: int = 4,
+        core: str = "auto",
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
+        if core not in CORES:
+            raise ValueError(f"core must be one of {CORES}, got {core!r}")
+        self.core = ("compiled" if _have_numba() else "numpy") if core == "auto" else core
         self.seed, self.schedule = seed, schedule
         self.checks = checks or Checks()
         self.trace = Trace() if trace else None
@@ -118,9 +130,15 @@ class Simulator:
         params = read_params(function, request.params)
         self.run(function, params, request)
 
-    def program(self, function: Function) -> Program:
-        """Its instructions translated, once per process."""
-        return preparation().program(function)
+    def warps(self, function: Function) -> Callable[[Any, int, int], Any]:
+        """Maker of the warps of a kernel, (cta, warp id, lanes) -> warp, on the core in use."""
+        if self.core == "compiled":
+            from cute_kernels.sim.compiled import CompiledWarp
+
+            code = preparation().code(function)
+            return lambda cta, warp_id, lanes: CompiledWarp(cta, warp_id, code, lanes)
+        program = preparation().program(function)
+        return lambda cta, warp_id, lanes: Warp(cta, warp_id, program, lanes)
 
     def module_variables(self, function: Function) -> list[Variable]:
         """Variables at module scope: where dynamic shared memory is declared."""

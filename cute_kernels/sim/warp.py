@@ -243,13 +243,7 @@ class Warp:
 
     def symbol(self, name: str) -> int:
         """Address of a variable or parameter in its own space."""
-        if name in self.launch.param_addresses:
-            return int(self.launch.param_addresses[name])
-        if name in self.launch.shared_offsets:
-            return int(self.cta.rank << 24 | self.launch.shared_offsets[name])
-        if name in self.launch.local_offsets:
-            return int(self.launch.local_offsets[name])
-        raise IllegalInstruction(f"symbol {name} has no address")
+        return int(self.launch.symbol(self, name))
 
     def special(self, name: str) -> np.ndarray:
         """A special register, by its PTX name without the percent sign."""
