@@ -3,153 +3,157 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moe.backends import BACKENDS, backend_status
-from moe.checkpoint import load_checkpoint
-from moe.config import MoEConfig
+from moe.checkpoint import H_SCALES, load_checkpoint
 from moe.experts import scratch_buffers
 from moe.layer import MoE
 from moe.workspace import total_bytes
 
 
-def table(title: str, *columns: str) -> Table:
+def table(title: str, *columns: str, words: int = 1) -> Table:
+    """The first ``words`` columns are text, the others numbers."""
     out = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
-        out.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+        out.add_column(name, justify="left" if i < words else "right", overflow="fold")
     return out
 
 
-def megabytes(n: int) -> str:
-    return f"{n / 1e6:.2f} MB"
+def size(n: int) -> str:
+    """Bytes for people: 512 B, 1.5 kB, 3.2 MB, 4.1 GB."""
+    step = 0 if n < 1000 else min(int(math.log10(n)) // 3, 3)
+    return f"{n} B" if step == 0 else f"{n / 1000**step:.3g} {'kMG'[step - 1]}B"
 
 
 def cmd_run(args: argparse.Namespace, console: Console) -> None:
     """Load one layer, run it on a tensor from a file, write the result."""
+    inputs = load_file(args.input)
+    if "x" not in inputs or ("topk_ids" in inputs) != ("topk_weights" in inputs):
+        raise ValueError(
+            f"{args.input} must hold x (T, H), and topk_ids with topk_weights or neither; got "
+            f"{sorted(inputs)}"
+        )
+    inputs = {name: tensor.to(args.device) for name, tensor in inputs.items()}
     started = time.perf_counter()
     cfg, weights, extras = load_checkpoint(
         args.checkpoint, layer=args.layer, device=args.device, h_scale=args.h_scale
     )
     loaded = time.perf_counter() - started
-    inputs = load_file(args.input, device=args.device)
-    if "x" not in inputs:
+    routed = "topk_ids" in inputs
+    if extras.router_weight is None and not routed:
         raise ValueError(
-            f"{args.input} must hold a tensor 'x' (T, {cfg.hidden}), got {sorted(inputs)}"
+            "the checkpoint has no router: topk_ids and topk_weights must be in the input"
         )
-    if extras.router_weight is None and "topk_ids" not in inputs:
-        raise ValueError(
-            "the checkpoint has no router: give topk_ids and topk_weights in the input"
-        )
-
-    def to(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else t.to(args.device)
-
+    # a router that is not used may read another width than the experts
+    router = {
+        n: None if routed or t is None else t.to(args.device) for n, t in extras.router().items()
+    }
     layer = MoE(
         cfg,
         weights,
-        router_weight=to(extras.router_weight),
-        router_bias=to(extras.router_bias),
-        selection_bias=to(extras.selection_bias),
-        tid2eid=to(extras.tid2eid),
+        router_weight=router["router_weight"],
+        router_bias=router["router_bias"],
+        selection_bias=router["selection_bias"],
+        tid2eid=router["tid2eid"],
         backend=args.backend,
-        activations=args.activations,
+        activations=extras.report.activations if args.activations == "auto" else args.activations,
         activation_scale=args.activation_scale,
     )
     started = time.perf_counter()
-    if "topk_ids" in inputs:
+    if routed:
         y = layer.experts(inputs["x"], inputs["topk_ids"], inputs["topk_weights"])
     else:
         y = layer(inputs["x"], inputs.get("input_ids"))
+    y = y.cpu()  # waits for the device, so that the time is that of the layer
     seconds = time.perf_counter() - started
     save_file({"y": y.contiguous()}, args.out)
-    out = table(f"layer {args.layer} of {args.checkpoint}", "what", "value")
+    out = table(f"layer {args.layer} of {args.checkpoint}", "what", "value", words=2)
+    report = extras.report
     for name, value in (
-        ("dialect", extras.report.dialect),
-        ("experts", f"{weights.num_experts} of {cfg.num_experts}, top {cfg.top_k}"),
-        ("weights", megabytes(weights.nbytes)),
-        ("h scale", "dynamic" if weights.gh is None else "static"),
+        ("dialect", report.dialect),
+        ("experts", f"{cfg.num_experts}, top {cfg.top_k}, {cfg.activation}"),
+        ("sizes", f"H {cfg.hidden}, I {cfg.intermediate}"),
+        ("weights", size(weights.nbytes)),
+        ("blocks not exact", str(report.inexact_blocks)),
+        ("activations", f"{layer.numerics.activations}, {layer.numerics.activation_scale}"),
+        ("scale of h", "one per row" if weights.gh is None else "static"),
+        ("routing", "from the input" if routed else cfg.scoring),
         ("backend", layer.backend),
-        ("x -> y", f"{tuple(inputs['x'].shape)} {inputs['x'].dtype} -> {args.out}"),
+        ("x", f"{tuple(inputs['x'].shape)} {str(inputs['x'].dtype).removeprefix('torch.')}"),
+        ("y", args.out),
         ("load", f"{loaded:.2f} s"),
         ("run", f"{seconds * 1e3:.1f} ms"),
     ):
         out.add_row(name, value)
     console.print(out)
     if extras.shared:
-        console.print(
-            "note: the shared expert is not part of this run: y is the routed experts alone"
-        )
+        console.print("y is that of the routed experts: the shared expert is not part of this run")
+    if report.unused:
+        console.print(f"not used: {', '.join(report.unused)}", overflow="fold")
 
 
 def cmd_inspect(args: argparse.Namespace, console: Console) -> None:
-    """What a checkpoint holds, layer by layer."""
-    from moe.inspect_checkpoint import inspect
+    """What a checkpoint holds: experts, dialect, shapes, scale ranges, odd blocks."""
+    from moe.inspect_checkpoint import HEADINGS, inspect
 
-    for part in inspect(args.path, args.layer):
-        console.print(part)
+    for title, rows in inspect(args.path, args.layer):
+        out = table(title, *HEADINGS)
+        for row in rows:
+            out.add_row(*row)
+        console.print(out)
 
 
 def cmd_backends(args: argparse.Namespace, console: Console) -> None:
     """Which backends are usable here, and why the others are not."""
-    out = table("backends, best first", "backend", "usable", "why")
+    out = table("backends, best first", "backend", "usable", "why", words=3)
     for s in backend_status(args.device):
         out.add_row(s.name, "yes" if s.usable else "no", s.reason)
     console.print(out)
 
 
 def cmd_explain(args: argparse.Namespace, console: Console) -> None:
-    """The data flow of one call with its shapes and bytes."""
-    cfg = MoEConfig(args.hidden, args.intermediate, args.experts, args.top_k)
-    t, h, i, e = args.tokens, cfg.hidden, cfg.intermediate, cfg.num_experts
-    rows = t * cfg.top_k
-    fp4 = 9 / 16  # bytes of a code and its share of the block scale
-    out = table(
-        f"{t} tokens through {e} experts, H {h}, I {i}, top {cfg.top_k}", "step", "shape", "bytes"
-    )
-    for step, shape, size in (
-        ("x", f"({t}, {h}) bf16", 2 * t * h),
-        ("route: logits, top-k, weights", f"({t}, {e}) -> ({t}, {cfg.top_k})", 4 * t * e),
-        ("plan: rows by expert", f"({rows},)", 8 * rows + 4 * (e + 1)),
-        ("quantise x: one scale per token, one per 16", f"({t}, {h})", int(t * h * fp4)),
-        ("gate, up: weights of experts in use", f"(<= {min(e, rows)}, {2 * i}, {h})",
-         int(min(e, rows) * 2 * i * h * fp4)),
-        ("h = act(gate, up), quantised", f"({rows}, {i})", int(rows * i * fp4)),
-        ("down: weights of experts in use", f"(<= {min(e, rows)}, {h}, {i})",
-         int(min(e, rows) * i * h * fp4)),
-        ("o: one row per token and slot", f"({rows}, {h}) bf16", 2 * rows * h),
-        ("y: weighted sum over slots", f"({t}, {h}) bf16", 2 * t * h),
-    ):  # fmt: skip
-        out.add_row(step, shape, megabytes(size))
+    """The data flow of one call in plain words, with its shapes and bytes."""
+    from moe.explain import explain, find_config, multiply_adds
+
+    cfg = find_config(args.model)
+    if args.tokens < 0:
+        raise ValueError(f"--tokens must be 0 or more, got {args.tokens}")
+    title = f"{args.model}: {args.tokens} tokens, {cfg.num_experts} experts, top {cfg.top_k}"
+    out = table(title, "step", "what happens", "shape", "bytes", words=2)
+    for step in explain(cfg, args.tokens):
+        out.add_row(step.name, step.words, step.shape, size(step.nbytes) if step.nbytes else "")
     console.print(out)
-    console.print(f"multiply-adds: {3 * rows * h * i / 1e9:.2f} G")
+    console.print(f"multiply-adds: {multiply_adds(cfg, args.tokens) / 1e9:.3g} G")
 
 
 def cmd_demo(args: argparse.Namespace, console: Console) -> None:
     """Write a small checkpoint, load it, run it, compare every stage with fp64."""
     from moe.demo import run_demo
 
-    layer, rows = run_demo(Path(args.folder), tokens=args.tokens)
-    out = table(
-        "a heavy-tailed MoE layer, error against fp64 without quantisation",
-        "stage", "shape", "bytes", "time", "relative error",
-    )  # fmt: skip
-    for r in rows:
-        seconds = "" if r.seconds != r.seconds else f"{r.seconds * 1e3:.1f} ms"
-        error = "" if r.error != r.error else f"{r.error:.4f}"
-        out.add_row(r.stage, r.shape, megabytes(r.nbytes), seconds, error)
+    result = run_demo(Path(args.folder), tokens=args.tokens)
+    layer = result.layer
+    out = table("a layer of heavy-tailed weights", "stage", "shape", "bytes", "time", "error*")
+    for r in result.rows:
+        seconds = "" if math.isnan(r.seconds) else f"{r.seconds * 1e3:.2f} ms"
+        error = "" if math.isnan(r.error) else f"{r.error:.4f}"
+        out.add_row(r.stage, r.shape, size(r.nbytes), seconds, error)
     console.print(out)
+    console.print("* relative norm of the difference from an fp64 layer without quantisation")
     scratch = total_bytes(scratch_buffers(args.tokens, layer.cfg, layer.weights))
+    console.print(f"backend {layer.backend}, scratch {size(scratch)}, checkpoint in {args.folder}")
     console.print(
-        f"backend: {layer.backend}; scratch {megabytes(scratch)}; checkpoint in {args.folder}"
+        f"{result.differing} elements of y differ from the specification (fp64 sums of the same "
+        f"quantised operands), relative norm {result.distance:.1e}"
     )
 
 
@@ -157,8 +161,11 @@ def cmd_demo_real(args: argparse.Namespace, console: Console) -> None:
     """Real transformer weights and activations: error of the scale modes."""
     from moe.demo_real import run_demo_real
 
-    for part in run_demo_real(Path(args.folder)):
-        console.print(part)
+    for title, columns, rows in run_demo_real(Path(args.folder)):
+        out = table(title, *columns)
+        for row in rows:
+            out.add_row(*row)
+        console.print(out)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -175,23 +182,32 @@ def parser() -> argparse.ArgumentParser:
     run = add("run", cmd_run)
     run.add_argument("--checkpoint", required=True, help="safetensors file or folder")
     run.add_argument("--layer", type=int, required=True)
-    what = "safetensors with x (T, H); optionally topk_ids and topk_weights, or input_ids"
-    run.add_argument("--input", required=True, help=what)
-    run.add_argument("--out", required=True, help="safetensors to write y to")
+    run.add_argument(
+        "--input",
+        required=True,
+        help="safetensors with x (T, H); optionally topk_ids and topk_weights (T, K), or input_ids",
+    )
+    run.add_argument("--out", required=True, help="safetensors to write y (T, H) to")
     run.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
     run.add_argument("--device", default="cpu")
-    run.add_argument("--activations", default="nvfp4", choices=("nvfp4", "bf16"))
-    modes = ("per_token", "static", "per_tensor")
-    run.add_argument("--activation-scale", default=modes[0], choices=modes)
-    run.add_argument("--h-scale", default="auto", choices=("auto", "static", "dynamic"))
+    run.add_argument(
+        "--activations",
+        default="auto",
+        choices=("auto", "nvfp4", "bf16"),
+        help="auto: what the checkpoint's quantisation config says",
+    )
+    scales = ("per_token", "static", "per_tensor")
+    run.add_argument("--activation-scale", default="per_token", choices=scales)
+    run.add_argument("--h-scale", default="auto", choices=H_SCALES)
     inspect = add("inspect", cmd_inspect)
     inspect.add_argument("path")
     inspect.add_argument("--layer", type=int, help="one layer; default: all with experts")
     add("backends", cmd_backends).add_argument("--device", help="default: a GPU if there is one")
     explain = add("explain", cmd_explain)
-    sizes = {"hidden": 4096, "intermediate": 2048, "experts": 256, "top-k": 6, "tokens": 8}
-    for name, value in sizes.items():
-        explain.add_argument(f"--{name}", type=int, default=value)
+    explain.add_argument(
+        "model", nargs="?", default="deepseek-v4-flash", help="name of a public model, or a path"
+    )
+    explain.add_argument("--tokens", type=int, default=8)
     demo = add("demo", cmd_demo)
     demo.add_argument("--folder", default=".demo/checkpoint")
     demo.add_argument("--tokens", type=int, default=64)
@@ -208,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
             console = Console(width=110)
         args.run(args, console)
     except (ValueError, TypeError, RuntimeError, OSError, SafetensorError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2
     return 0
 

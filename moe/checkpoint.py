@@ -1,18 +1,17 @@
 """One MoE layer out of a checkpoint: `load_checkpoint`.
 
-Dialects: ModelOpt NVFP4, compressed-tensors nvfp4-pack-quantized, DeepSeek-native and gpt-oss
-MXFP4, BF16.
-Experts may be stored one by one (gate_proj, up_proj, down_proj or w1, w3, w2) or stacked over
-experts.
+Dialects: ModelOpt NVFP4, compressed-tensors nvfp4-pack-quantized, MXFP4 (DeepSeek-native and
+gpt-oss), BF16; see `moe.formats`. Names: see `moe.checkpoint_names`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator
+import functools
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,35 +19,38 @@ from tqdm import tqdm
 
 from cute_kernels.nvfp4 import Nvfp4Tensor
 from moe import formats
+from moe.checkpoint_names import MoENames, Names, moe_names
 from moe.config import MoEConfig
-from moe.formats import Projection
-from moe.model_config import moe_config
-from moe.tensor_files import CheckpointError, TensorFiles
-from moe.weights import ExpertWeights, ExpertWeightsBuilder
+from moe.formats import Plan, Projection
+from moe.model_config import Fused, fused, moe_config
+from moe.tensor_files import CheckpointError, Stored, TensorFiles
+from moe.weights import ORDERS, ExpertWeights, ExpertWeightsBuilder, _row_split
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_ONE = re.compile(r"\.experts\.(\d+)\.(\w+?)\.(\w+)$")  # experts.5.gate_proj.weight
-_STACKED = re.compile(
-    r"\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)(?:[._](\w+))?$"
-)
-_ROLE = {
-    "gate_proj": "gate", "w1": "gate",
-    "up_proj": "up", "w3": "up",
-    "down_proj": "down", "w2": "down",
-    "gate_up_proj": "gate_up", "w13": "gate_up",
-}  # fmt: skip
 H_SCALES = ("auto", "static", "dynamic")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found: dialect of the experts, number of blocks of 16 that MXFP4 scales did not
-    allow to keep exactly, and tensors of the layer that belong to neither experts, router nor
-    shared expert."""
+    """What was found.
+
+    dialect      of the experts' weights: "modelopt", "compressed-tensors", "mxfp4", "bf16", or
+                 several joined by "+"
+    activations  "bf16" where the checkpoint says that its weights are meant for 16-bit activations
+                 (W4A16), else "nvfp4": what to give to `MoE`
+    inexact      (projection, blocks of 16) whose MXFP4 values UE4M3 scales could not keep exactly;
+                 everything else was kept bit for bit (bf16 is quantised, which does not count)
+    unused       tensors of the MoE module that are neither experts, router nor shared expert
+    """
 
     dialect: str
-    inexact_blocks: int
-    other_tensors: tuple[str, ...]
+    activations: str
+    inexact: tuple[tuple[str, int], ...]
+    unused: tuple[str, ...]
+
+    @property
+    def inexact_blocks(self) -> int:
+        return sum(blocks for _, blocks in self.inexact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,9 @@ class Extras:
 
     router_weight   (num_experts, H); router_bias (num_experts,): part of the logits
     selection_bias  (num_experts,): only chooses; tid2eid (vocabulary, top_k): hash routing
-    shared          tensors of the shared expert by the rest of their names
-    input_scales    float32 (num_experts, 2) = (x, h) of all experts of all ranks; NaN where absent
+    shared          tensors of the shared expert by the rest of their names, as stored
+    input_scales    float32 (num_experts, 2): multipliers of (x, h) of all experts of all ranks; NaN
+                    where absent
     """
 
     router_weight: Tensor | None
@@ -69,181 +72,197 @@ class Extras:
     input_scales: Tensor | None
     report: Report
 
-
-class ExpertNames(NamedTuple):
-    """Names of the expert tensors of one layer: role -> expert (None: stacked) -> last name -> full
-    name.
-    """
-
-    roles: dict[str, dict[int | None, dict[str, str]]]
-
-    def num_experts(self) -> int:
-        return 1 + max((e for r in self.roles.values() for e in r if e is not None), default=-1)
-
-
-def layer_names(files: TensorFiles, layer: int) -> list[str]:
-    """Every tensor of layer ``layer``; a file without layer numbers holds one layer.
-
-    Raises CheckpointError when the checkpoint has no such layer.
-    """
-    numbered = {n: m for n in files.names() if (m := _LAYER.search(n))}
-    names = [n for n, m in numbered.items() if int(m.group(1)) == layer]
-    if not numbered:
-        names = files.names()
-    if not any(".experts." in n for n in names):
-        having = sorted({int(m.group(1)) for n, m in numbered.items() if ".experts." in n})
-        raise CheckpointError(
-            f"layer {layer} has no experts; layers with experts: {having or 'none'}"
-        )
-    return names
-
-
-def expert_names(names: list[str]) -> ExpertNames:
-    roles: dict[str, dict[int | None, dict[str, str]]] = {}
-    for name in names:
-        if ".shared_expert" in name:
-            continue
-        if one := _ONE.search(name):
-            role, expert, last = _ROLE.get(one.group(2)), int(one.group(1)), one.group(3)
-        elif stacked := _STACKED.search(name):
-            role, expert, last = _ROLE[stacked.group(1)], None, stacked.group(2) or "weight"
-        else:
-            continue
-        if role is None:
-            raise CheckpointError(
-                f"{name}: unknown projection {one and one.group(2)!r} of an expert"
-            )
-        roles.setdefault(role, {}).setdefault(expert, {})[last] = name
-    return ExpertNames(roles)
+    def router(self) -> dict[str, Any]:
+        """Arguments of `MoE` about routing."""
+        names = ("router_weight", "router_bias", "selection_bias", "tid2eid")
+        return {name: getattr(self, name) for name in names}
 
 
 class ExpertReader:
-    """Projections of one expert at a time, whatever way they are stored."""
+    """Plans of one expert at a time, whatever way its tensors are stored."""
 
-    def __init__(self, files: TensorFiles, layer: int, cfg: MoEConfig, names: ExpertNames) -> None:
+    def __init__(
+        self,
+        files: TensorFiles,
+        layer: int,
+        cfg: MoEConfig,
+        names: MoENames,
+        fused: Fused,
+    ) -> None:
         self.files, self.layer, self.cfg, self.names = files, layer, cfg, names
-        found = names.num_experts()
-        if found > cfg.num_experts:
+        self._across = fused.across
+        if fused.order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}, got {fused.order!r}")
+        self._rows = _row_split(fused.order, fused.granularity, cfg.intermediate)  # of gate, of up
+        extra = sorted(e for e in names.expert_ids() if e >= cfg.num_experts)
+        if extra:
             raise CheckpointError(
-                f"layer {layer}: tensors of expert {found - 1}, but the config has "
+                f"layer {layer}: tensors of experts {extra}, but the config has "
                 f"{cfg.num_experts} experts"
             )
 
-    def tensors(self, role: str, e: int) -> dict[str, Tensor]:
-        stored = self.names.roles.get(role, {})
-        if e in stored:
-            return {last: self.files.get(name) for last, name in stored[e].items()}
-        return {last: self._slice(name, e) for last, name in stored.get(None, {}).items()}
+    def plans(self, e: int) -> list[Plan]:
+        """[gate, up, down], or [up, down] for an activation without a gate. Headers only.
 
-    def _slice(self, name: str, e: int) -> Tensor:
-        """Expert e of a stacked tensor: (E, ...), (E * rows, cols), or one value for all
-        experts.
+        Raises CheckpointError for what is missing, extra, or of another dtype or shape.
         """
-        shape, experts = self.files.shape(name), self.cfg.num_experts
-        if not shape or shape == (1,):
-            return self.files.get(name)
+        inter, hidden = self.cfg.intermediate, self.cfg.hidden
+        parts = {role: self._tensors(role, e) for role in ("gate", "up", "down", "gate_up")}
+        fused = parts.pop("gate_up")
+        if fused:
+            if parts["gate"] or parts["up"]:
+                raise CheckpointError(f"{self._where(e)}: both fused and separate gate and up")
+            across = self._is_across(fused)
+            parts["gate"], parts["up"] = self._split(fused, across, e)
+            if across:  # such models store the down projection across, too
+                parts["down"] = _turn(parts["down"])
+        if not self.cfg.activation.gated:
+            if parts["gate"] and parts["up"]:
+                raise CheckpointError(
+                    f"{self._where(e)}: has a gate projection, {self.cfg.activation} uses none"
+                )
+            parts["up"] = parts["up"] or parts.pop("gate")
+        plans = []
+        for role in ("gate", "up", "down") if self.cfg.activation.gated else ("up", "down"):
+            rows, cols = (hidden, inter) if role == "down" else (inter, hidden)
+            where = f"{self._where(e)} {role}"
+            if not parts[role]:
+                raise CheckpointError(f"{where}: no tensor of this projection is there")
+            plans.append(formats.plan(Projection(where, rows, cols, parts[role])))
+        biased = ["bias" in p.projection.tensors for p in plans]
+        if any(biased) and not all(biased):
+            without = plans[biased.index(False)].projection
+            raise without.fail("bias is missing, other projections of the expert have one")
+        return plans
+
+    def _where(self, e: int) -> str:
+        return f"layer {self.layer} expert {e}"
+
+    def _tensors(self, role: str, e: int) -> dict[str, Stored]:
+        single = self.names.single.get(role, {}).get(e)
+        if single:
+            return {last: self.files.stored(name) for last, name in single.items()}
+        stacked = self.names.stacked.get(role, {})
+        return {last: self._slice(name, e) for last, name in stacked.items()}
+
+    def _slice(self, name: str, e: int) -> Stored:
+        """Expert e of a stacked tensor: (E, ...), (E * rows, cols), or one value for all
+        experts."""
+        whole, experts = self.files.stored(name), self.cfg.num_experts
+        shape = whole.shape
+        if shape in ((), (1,)):
+            return whole
         if shape[0] == experts:
-            return self.files.get(name, e, e + 1)[0]
+            one = self.files.stored_rows(name, e, e + 1)
+            return one.part(shape[1:], lambda t: t[0])
         if len(shape) == 2 and shape[0] % experts == 0:
             rows = shape[0] // experts
-            return self.files.get(name, e * rows, (e + 1) * rows)
-        raise CheckpointError(f"{name}: cannot be split over {experts} experts, shape {shape}")
+            return self.files.stored_rows(name, e * rows, (e + 1) * rows)
+        raise CheckpointError(f"{name} cannot be split over {experts} experts, shape {shape}")
 
-    def projections(self, e: int) -> tuple[list[Projection], dict[str, Tensor]]:
-        """[gate, up, down] or [up, down] (no gate) and their biases by role."""
-        cfg, where = self.cfg, f"layer {self.layer} expert {e}"
-        inter, hidden = cfg.intermediate, cfg.hidden
-        parts: dict[str, dict[str, Tensor]] = {}
-        fused = self.tensors("gate_up", e)
-        if fused:
-            parts["gate"], parts["up"] = self._split_fused(fused, where)
-        for role in ("gate", "up", "down"):
-            tensors = self.tensors(role, e)
-            if tensors:
-                parts[role] = tensors
-        if "down" in parts and fused:
-            parts["down"] = self._transpose_plain(parts["down"], hidden)
-        roles = ("gate", "up", "down") if cfg.activation.gated else ("up", "down")
-        if not cfg.activation.gated and "gate" in parts:
-            raise CheckpointError(f"{where}: has a gate projection, {cfg.activation} has none")
-        out, biases = [], {}
-        for role in roles:
-            tensors = parts.get(role, {})
-            if not tensors:
-                raise CheckpointError(f"{where}: no tensors of its {role} projection")
-            rows, cols = (hidden, inter) if role == "down" else (inter, hidden)
-            out.append(Projection(f"{where} {role}", rows, cols, tensors))
-            if "bias" in tensors:
-                biases[role] = tensors["bias"]
-        return out, biases
+    def _is_across(self, fused: dict[str, Stored]) -> bool:
+        """Stored as (K, N) instead of (N, K), packed codes and scales included? The shape decides;
+        of a square weight the model type."""
+        weight = fused.get("weight") or fused.get("weight_packed")
+        if weight is None:
+            return False
+        k = self.cfg.hidden if weight.dtype.is_floating_point else self.cfg.hidden // 2
+        n = 2 * self.cfg.intermediate
+        return self._across if k == n else weight.shape == (k, n)
 
-    def _split_fused(self, fused: dict[str, Tensor], where: str) -> tuple[dict, dict]:
-        """gate_up_proj: gpt-oss interleaves the rows; others put all gate rows first. Plain weights
-        of gpt-oss and Llama-4 are stored (H, 2I)."""
-        inter, hidden = self.cfg.intermediate, self.cfg.hidden
-        interleaved = "blocks" in fused or "bias" in fused
-        gate, up = {}, {}
-        for last, tensor in fused.items():
-            if (
-                last == "weight"
-                and tuple(tensor.shape) == (hidden, 2 * inter)
-                and tensor.is_floating_point()
-            ):
-                tensor = tensor.t()
-            if tensor.dim() == 0 or tensor.numel() == 1:
-                gate[last] = up[last] = tensor
-            elif tensor.shape[0] != 2 * inter:
+    def _split(
+        self, fused: dict[str, Stored], across: bool, e: int
+    ) -> tuple[dict[str, Stored], dict[str, Stored]]:
+        """gate_up -> gate, up. One global scale serves both, two belong to gate and up."""
+        inter = self.cfg.intermediate
+        halves: tuple[dict[str, Stored], dict[str, Stored]] = ({}, {})
+        for last, stored in (_turn(fused) if across else fused).items():
+            shape = stored.shape
+            picks: list[Callable[[Tensor], Tensor]]
+            if shape in ((), (1,), (1, 1)):
+                picks = [lambda t: t, lambda t: t]
+            elif shape == (2,):
+                shape, picks = (), [lambda t: t[0], lambda t: t[1]]
+            elif shape[0] != 2 * inter:
                 raise CheckpointError(
-                    f"{where} gate_up {last}: {2 * inter} rows expected, got shape "
-                    f"{tuple(tensor.shape)}"
+                    f"{self._where(e)}: {stored.name} must have {2 * inter} rows of gate and up, "
+                    f"got {shape}"
                 )
-            elif interleaved:
-                gate[last], up[last] = tensor[0::2], tensor[1::2]
             else:
-                gate[last], up[last] = tensor[:inter], tensor[inter:]
-        return gate, up
-
-    @staticmethod
-    def _transpose_plain(down: dict[str, Tensor], hidden: int) -> dict[str, Tensor]:
-        """Models with a fused gate_up_proj store a plain down_proj as (I, H)."""
-        weight = down.get("weight")
-        if weight is not None and weight.is_floating_point() and weight.shape[-1] == hidden:
-            return {**down, "weight": weight.t()}
-        return down
+                shape = (inter, *shape[1:])
+                picks = [functools.partial(_take_rows, rows) for rows in self._rows]
+            for half, pick in zip(halves, picks):
+                half[last] = stored.part(shape, pick)
+        return halves
 
     def input_scales(self) -> Tensor:
-        """float32 (num_experts, 2) multipliers of (x, h), NaN where absent; divisors are
-        inverted.
-        """
+        """float32 (num_experts, 2) multipliers of (x, h), NaN where absent; divisors are inverted.
+        gate and up read the same x: the larger scale counts."""
         out = torch.full((self.cfg.num_experts, 2), torch.nan)
         for role, column in (("gate_up", 0), ("gate", 0), ("up", 0), ("down", 1)):
-            for expert, stored in self.names.roles.get(role, {}).items():
-                for last in ("input_scale", "input_global_scale"):
-                    if last in stored:
-                        value = self.files.get(stored[last]).float().reshape(-1)
-                        value = 1.0 / value if last == "input_global_scale" else value
-                        old = out[:, column] if expert is None else out[expert, column]
-                        new = torch.fmax(old, value if expert is None else value.amax())
-                        out[slice(None) if expert is None else expert, column] = new
+            for e, names in self.names.single.get(role, {}).items():
+                _merge(out[e, column], self._input_scale(names))
+            _merge(out[:, column], self._input_scale(self.names.stacked.get(role, {})))
         return out
 
+    def _input_scale(self, names: Names) -> Tensor | None:
+        for last in ("input_scale", "input_global_scale"):
+            if last in names:
+                value = self.files.stored(names[last]).read().float()
+                value = torch.reciprocal(value) if last == "input_global_scale" else value
+                if value.numel() in (1, self.cfg.num_experts):
+                    return value.reshape(-1)
+                return value.reshape(self.cfg.num_experts, -1).amax(dim=1)  # (E, 2): gate and up
+        return None
 
-def _h_scale(scales: Tensor, mode: str, layer: int) -> tuple[Tensor | None, float | None]:
-    """gh (num_experts,) and gx from (num_experts, 2); None where x or h is scaled dynamically."""
-    gx_all, gh = scales[:, 0], scales[:, 1]
-    known = gx_all[torch.isfinite(gx_all) & (gx_all > 0)]
-    placeholder = bool((known == 1.0).all()) if known.numel() else True
-    gx = None if placeholder else float(known.amax())
-    usable = torch.isfinite(gh) & (gh > 0)
-    absent = bool(torch.isnan(gh).all()) or bool((gh == 1.0).all())
-    if mode == "dynamic" or (mode == "auto" and absent):
-        return None, gx
-    if not bool(usable.all()):
+
+def _turn(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    return {last: s.transposed() if len(s.shape) == 2 else s for last, s in tensors.items()}
+
+
+def _take_rows(rows: Tensor, t: Tensor) -> Tensor:
+    if t.dtype.itemsize > 1:
+        return t[rows]
+    return t.view(torch.uint8)[rows].view(t.dtype)  # float8 cannot be indexed
+
+
+def _merge(into: Tensor, value: Tensor | None) -> None:
+    if value is not None:
+        into.copy_(torch.fmax(into, value if into.dim() else value.reshape(())))
+
+
+def _static_scale(scales: Tensor, what: str, optional: bool, layer: int) -> Tensor | None:
+    """One column of the input scales (num_experts,), or None where it is absent or a placeholder
+    (1.0 for every expert).
+
+    Raises CheckpointError, unless ``optional``, for a scale that only some experts have or that is
+    no positive number.
+    """
+    if bool(torch.isnan(scales).all()) or bool((scales == 1.0).all()):
+        return None
+    bad = ~(torch.isfinite(scales) & (scales > 0))
+    if not bool(bad.any()):
+        return scales
+    if optional:
+        return None
+    raise CheckpointError(
+        f"layer {layer}: input_scale of {what} is missing, zero or not finite for experts "
+        f"{torch.nonzero(bad).flatten().tolist()}: tokens routed there would give Inf or NaN; "
+        "h_scale='dynamic' does without"
+    )
+
+
+def _static_scales(scales: Tensor, h_scale: str, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    """(gh (num_experts,), gx ()): None where every row of h, or of x, gets its own scale."""
+    optional = h_scale == "dynamic"
+    gx = _static_scale(scales[:, 0], "gate and up", optional, layer)
+    gh = None if optional else _static_scale(scales[:, 1], "the down projection", False, layer)
+    if h_scale == "static" and gh is None:
         raise CheckpointError(
-            f"layer {layer}: down-projection input_scale is missing, zero or not finite for "
-            f"experts {torch.nonzero(~usable).flatten().tolist()}; h_scale='dynamic' does without"
+            f"layer {layer}: h_scale='static', but the down projections have no input_scale, or "
+            "1.0 for every expert, which exporters write unmeasured"
         )
-    return gh, gx
+    return gh, None if gx is None else gx.amax()
 
 
 def load_checkpoint(
@@ -253,122 +272,142 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     config: MoEConfig | None = None,
     h_scale: str = "auto",
+    order: str | None = None,
+    granularity: int = 1,
 ) -> tuple[MoEConfig, ExpertWeights, Extras]:
     """Load layer ``layer`` of a safetensors file or a (sharded) checkpoint directory.
 
     expert_range  (first, end) global expert ids of this rank, or None for all
     config        `MoEConfig`, or None: from config.json (model types of `moe.model_config`)
-    h_scale       "auto": the checkpoint's w2 input_scale where every expert has one; one per row
-                  where it is absent or 1.0 for all (a placeholder). "static": required. "dynamic":
-                  ignored
+    h_scale       "auto": the checkpoint's input_scale of the down projections as static scale of h;
+                  one per row where it is absent or 1.0 for all (a placeholder). "static": required.
+                  "dynamic": one per row, input scales are not needed
+    order         rows of a fused gate_up_proj: "gate_up" (halves, gate first), "up_gate" or
+                  "interleaved" in turns of ``granularity``, gate first; None: what the model type
+                  says (gpt-oss interleaves, others have halves with the gate first)
 
-    Experts are read, checked and packed one at a time: peak memory is the result plus one expert.
-    Raises CheckpointError (a ValueError) that names tensor, expert and expectation; nothing is
-    returned then.
+    First every name, dtype and shape is checked from the headers, then experts are read, checked
+    and packed one at a time: peak memory is the result plus one expert. Raises CheckpointError (a
+    ValueError) that names tensor, expert and expectation; nothing is returned then.
     """
     if h_scale not in H_SCALES:
         raise ValueError(f"h_scale must be one of {H_SCALES}, got {h_scale!r}")
     files = TensorFiles(path)
-    cfg = moe_config(files.config()) if config is None else config
-    names = layer_names(files, layer)
-    experts = ExpertReader(files, layer, cfg, expert_names(names))
+    model = files.config()
+    cfg = moe_config(model) if config is None else config
+    names = moe_names(files.names(), layer)
+    rows = fused(model)
+    if order is not None:
+        rows = rows._replace(order=order, granularity=granularity)
+    reader = ExpertReader(files, layer, cfg, names, rows)
     first, end = (0, cfg.num_experts) if expert_range is None else expert_range
     if not 0 <= first < end <= cfg.num_experts:
         raise ValueError(f"expert_range must lie in 0..{cfg.num_experts}, got {expert_range}")
-    scales = experts.input_scales()
-    gh, gx = _h_scale(scales, h_scale, layer)
+    plans = [reader.plans(e) for e in range(first, end)]
+    scales = reader.input_scales()
+    gh, gx = _static_scales(scales, h_scale, layer)
+    router = _router(files, names, cfg)
+    weights, inexact = _pack(plans, cfg, first, device, gh, gx)
+    report = Report(
+        "+".join(sorted({p.dialect for expert in plans for p in expert})),
+        _activations(files.quantization(), names.prefix),
+        tuple(inexact),
+        names.others,
+    )
+    if inexact:
+        _log.warning(
+            "layer %d: %d blocks of 16 MXFP4 values do not fit NVFP4 scales exactly and were "
+            "rounded (first: %s)", layer, report.inexact_blocks, inexact[0][0],
+        )  # fmt: skip
+    shared = {rest: files.stored(name).read().clone() for rest, name in names.shared.items()}
+    known = None if bool(torch.isnan(scales).all()) else scales
+    return cfg, weights, Extras(**router, shared=shared, input_scales=known, report=report)
+
+
+def _pack(
+    plans: list[list[Plan]],
+    cfg: MoEConfig,
+    first: int,
+    device: torch.device | str,
+    gh: Tensor | None,
+    gx: Tensor | None,
+) -> tuple[ExpertWeights, list[tuple[str, int]]]:
+    gated = cfg.activation.gated
     builder = ExpertWeightsBuilder(
-        end - first,
+        len(plans),
         cfg.hidden,
         cfg.intermediate,
-        gated=cfg.activation.gated,
+        gated=gated,
         first_expert=first,
         device=device,
     )
-    kinds: set[str] = set()
-    inexact = 0
-    for e in tqdm(range(first, end), desc=f"layer {layer} experts", disable=None, delay=2.0):
-        projections, biases = experts.projections(e)
-        tensors, lost = _read_expert(projections)
-        inexact += lost
-        kinds |= {formats.dialect(p) for p in projections}
-        bias = None
-        if biases:
-            bias = _biases(projections, biases)
-        gate, up = (tensors[0], tensors[1]) if cfg.activation.gated else (tensors[0], None)
+    inexact: list[tuple[str, int]] = []
+    for local, expert in enumerate(tqdm(plans, "experts", disable=None, delay=2.0)):
+        parts = read_expert(expert)
+        inexact += [(p.projection.where, n) for p, (_, n) in zip(expert, parts) if n]
         builder.set_expert(
-            e - first,
-            gate,
-            up,
-            tensors[-1],
-            biases=bias,
-            h_scale=None if gh is None else gh[e],
+            local,
+            parts[0][0],
+            parts[1][0] if gated else None,
+            parts[-1][0],
+            biases=_biases(expert),
+            h_scale=None if gh is None else gh[first + local],
         )
-    extras = _extras(files, names, Report("+".join(sorted(kinds)), inexact, ()), scales)
-    return cfg, builder.finish(gx=gx), extras
+    return builder.finish(gx=gx), inexact
 
 
-def _read_expert(projections: list[Projection]) -> tuple[list[Nvfp4Tensor], int]:
-    """NVFP4 tensors of an expert; a plain gate and up share their global scale, as ModelOpt's
-    do.
-    """
+def read_expert(plans: list[Plan]) -> list[tuple[Nvfp4Tensor, int]]:
+    """`formats.read` of each projection; a plain gate and up share their global scale, as
+    ModelOpt's do."""
+    *pair, down = plans
     shared = None
-    pair = projections[:-1]
-    if len(pair) == 2 and all(formats.dialect(p) == formats.PLAIN for p in pair):
-        shared = torch.stack([formats.plain_scale(p.tensors["weight"]) for p in pair]).amax()
-    results = [formats.read(p, shared) for p in pair] + [formats.read(projections[-1])]
-    return [q for q, _ in results], sum(n for _, n in results)
+    if len(pair) == 2 and all(p.dialect == formats.PLAIN for p in pair):
+        shared = torch.maximum(*(formats.plain_scale(p) for p in pair))
+    return [*(formats.read(p, shared) for p in pair), formats.read(down)]
 
 
-def _biases(
-    projections: list[Projection], biases: dict[str, Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    for p in projections:
-        if "bias" not in p.tensors:
-            raise p.fail("bias is missing while other projections of the expert have one")
-        p.take("bias", p.tensors["bias"].dtype, (p.rows,))
-    first = biases["gate"] if "gate" in biases else biases["up"]
-    return first, biases["up"] if "gate" in biases else None, biases["down"]
+def _biases(plans: list[Plan]) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    if "bias" not in plans[0].projection.tensors:
+        return None
+    b = [p.projection.tensors["bias"].read() for p in plans]
+    return b[0], b[1] if len(b) == 3 else None, b[-1]
 
 
-_ROUTER = re.compile(r"\.(?:gate|router)\.(weight|bias|e_score_correction_bias|tid2eid)$")
-_SHARED = re.compile(r"\.(shared_experts?(?:_gate)?\..+)$")
+def _router(files: TensorFiles, names: MoENames, cfg: MoEConfig) -> dict[str, Tensor | None]:
+    """The routing fields of `Extras`."""
+    stored = {field: files.stored(name) for field, name in names.router.items()}
+    # DeepSeek's own files call the selection bias gate.bias; a softmax router has no such thing
+    if "gate_bias" in stored:
+        field = "router_bias" if cfg.scoring == "softmax" else "selection_bias"
+        stored[field] = stored.pop("gate_bias")
+    experts = cfg.num_experts
+    for field, s in stored.items():
+        integers = field == "tid2eid"
+        sized = s.shape[-1:] == (cfg.top_k,) if integers else s.shape[:1] == (experts,)
+        rank = 2 if field in ("tid2eid", "router_weight") else 1
+        plain = s.dtype in ((torch.int32, torch.int64) if integers else formats.PLAIN_DTYPES)
+        if not (plain and sized and len(s.shape) == rank):
+            want = f"integers (vocabulary, {cfg.top_k})" if integers else f"{experts} rows, floats"
+            raise CheckpointError(
+                f"{s.name} must be the {field} of a router: {want}, got "
+                f"{str(s.dtype).removeprefix('torch.')} {s.shape}"
+            )
+    fields = ("router_weight", "router_bias", "selection_bias", "tid2eid")
+    return {f: stored[f].read().clone() if f in stored else None for f in fields}
 
 
-def _router_tensors(names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """(field of Extras, name, kind of module) of every router tensor."""
-    for name in names:
-        match = _ROUTER.search(name)
-        if match is None or ".experts." in name or "shared_expert" in name:
-            continue
-        last = match.group(1)
-        if last == "bias":  # gpt-oss: part of the logits; DeepSeek's own names: chooses only
-            yield ("router_bias" if ".router.bias" in name else "selection_bias"), name, last
-        else:
-            fields = {"weight": "router_weight", "e_score_correction_bias": "selection_bias"}
-            yield fields.get(last, last), name, last
-
-
-def _extras(files: TensorFiles, names: list[str], report: Report, scales: Tensor) -> Extras:
-    fields: dict[str, Tensor] = {}
-    used = set()
-    for field, name, _ in _router_tensors(names):
-        fields[field] = files.get(name)
-        used.add(name)
-    for name in names:  # mixtral-like checkpoints put the correction bias beside the gate
-        if name.endswith(".e_score_correction_bias") and name not in used:
-            fields["selection_bias"] = files.get(name)
-            used.add(name)
-    shared = {m.group(1): n for n in names if (m := _SHARED.search(n))}
-    others = [
-        n for n in names if n not in used and ".experts." not in n and n not in shared.values()
-    ]
-    return Extras(
-        fields.get("router_weight"),
-        fields.get("router_bias"),
-        fields.get("selection_bias"),
-        fields.get("tid2eid"),
-        {rest: files.get(name) for rest, name in shared.items()},
-        None if bool(torch.isnan(scales).all()) else scales,
-        dataclasses.replace(report, other_tensors=tuple(others)),
-    )
+def _activations(quantization: dict[str, Any], prefix: str) -> str:
+    """`Report.activations`: "bf16" where the quantisation config says W4A16 for these experts."""
+    layers = quantization.get("quantized_layers")  # ModelOpt's MIXED_PRECISION, one entry a module
+    if isinstance(layers, dict):
+        found = [v for n, v in layers.items() if n.startswith(f"{prefix}experts")]
+        if found and all("W4A16" in str(v.get("quant_algo")) for v in found):
+            return "bf16"
+    if "W4A16" in str(quantization.get("moe_quant_algo") or quantization.get("quant_algo")):
+        return "bf16"
+    groups = quantization.get("config_groups")  # compressed-tensors
+    if isinstance(groups, dict):
+        fp4 = [g for g in groups.values() if (g.get("weights") or {}).get("num_bits") == 4]
+        if fp4 and all(g.get("input_activations") is None for g in fp4):
+            return "bf16"
+    return "nvfp4"

@@ -1,9 +1,16 @@
 """How quantised and plain tensors of checkpoints become `Nvfp4Tensor`s, one projection of one
 expert at a time.
 
-The dialect is decided by dtypes and shapes of what is there, the reading of a global scale by its
-name:
-``weight_scale_2`` multiplies, ``weight_global_scale`` divides. Magnitudes decide nothing.
+| dialect | codes | block scales | global scale |
+|---|---|---|---|
+| modelopt | weight uint8 (N, K/2) | weight_scale E4M3 (N, K/16) | weight_scale_2, a multiplier |
+| compressed-tensors | weight_packed | weight_scale, the same | weight_global_scale, a divisor |
+| mxfp4 | weight, or blocks (N, K/32, 16) | scale or scales, E8M0 (N, K/32) | none |
+| bf16 | weight bf16, fp16 or fp32 (N, K) | | |
+
+The dialect is decided by dtypes and shapes of what is there (``weight_scale`` may be called
+``scale``), the reading of a global scale by its name. Magnitudes decide nothing. `plan` looks at
+headers alone, `read` then reads.
 """
 
 from __future__ import annotations
@@ -15,143 +22,203 @@ from torch import Tensor
 
 from cute_kernels import nvfp4
 from cute_kernels.nvfp4 import BLOCK, Nvfp4Tensor
-from moe.tensor_files import CheckpointError
+from moe.tensor_files import CheckpointError, Stored
 
 MODELOPT, COMPRESSED, MXFP4, PLAIN = "modelopt", "compressed-tensors", "mxfp4", "bf16"
 MX_BLOCK = 32  # elements that share one E8M0 scale
-_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_IGNORED = {"weight_shape", "input_scale", "input_global_scale", "bias", "k_scale", "v_scale"}
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BYTE_DTYPES = (torch.uint8, torch.int8)
+_BLOCK_SCALES = ("weight_scale", "scale", "weight_scale_inv")
+_INPUT_SCALES = ("input_scale", "input_global_scale")
+_IGNORED = {"weight_shape", "bias", *_INPUT_SCALES}
+_QUANTIZE_ELEMENTS = 1 << 20  # of a bf16 weight that are quantised at a time
+# A global scale may be 2^-100 at least (the quantiser's floor), the largest UE4M3 power is 2^8.
+_MX_TOP = 8
+_MX_BOTTOM = -9
+_MX_LOWEST_TOP = -100 + _MX_TOP
 
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """The tensors of one projection of one expert, by their last name: {"weight": ...,
+    """The tensors of one projection of one expert by their last name: {"weight": ...,
     "weight_scale": ...}.
+
+    where       "layer 3 expert 5 gate", for messages
+    rows, cols  N and K of the weight
     """
 
-    where: str  # "layer 3 expert 5 gate", for messages
+    where: str
     rows: int
     cols: int
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Stored]
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {message}")
 
-    def take(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Tensor ``name`` if it has this dtype (uint8 also as int8) and shape."""
-        if name not in self.tensors:
+    def want(self, last: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Stored:
+        """Tensor ``last`` if it has one of these dtypes and this shape."""
+        stored = self.tensors.get(last)
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        if stored is None:
             raise self.fail(
-                f"{name} is missing, expected {dtype} {shape}; found {sorted(self.tensors)}"
+                f"{last} is missing, expected {names} {shape}; found {sorted(self.tensors)}"
             )
-        tensor = self.tensors[name]
-        if tensor.dtype == torch.int8 and dtype == torch.uint8:
-            tensor = tensor.view(torch.uint8)
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        if stored.dtype not in dtypes or stored.shape != shape:
             raise self.fail(
-                f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+                f"{stored.name} must be {names} {shape}, got "
+                f"{str(stored.dtype).removeprefix('torch.')} {stored.shape}"
             )
-        return tensor
-
-    def scalar(self, name: str) -> float:
-        """A positive, finite fp32 scalar, stored as () or (1,)."""
-        if name not in self.tensors:
-            raise self.fail(f"{name} is missing; found {sorted(self.tensors)}")
-        tensor = self.tensors[name]
-        if tensor.numel() != 1:
-            raise self.fail(f"{name} must be one number, got shape {tuple(tensor.shape)}")
-        value = float(tensor.float().reshape(()))
-        if not 0.0 < value < float("inf"):
-            raise self.fail(f"{name} must be positive and finite, got {value}")
-        return value
+        return stored
 
 
-def dialect(p: Projection) -> str:
-    """Which of MODELOPT, COMPRESSED, MXFP4 and PLAIN the tensors are.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a projection will be read: decided from headers, before anything is read."""
 
-    Raises CheckpointError for two global scales, unknown dtypes and unknown names.
+    projection: Projection
+    dialect: str
+    codes: str  # last names of the tensors
+    scale: str | None = None
+    global_scale: str | None = None
+
+
+def plan(p: Projection) -> Plan:
+    """Decide the dialect and check names, dtypes and shapes.
+
+    Raises CheckpointError for what is missing, of another dtype or shape, ambiguous, or unknown.
     """
     t = p.tensors
     if "weight_scale_2" in t and "weight_global_scale" in t:
         raise p.fail(
-            "has weight_scale_2 (a multiplier) and weight_global_scale (a divisor): ambiguous"
+            f"has {t['weight_scale_2'].name} (a multiplier) and {t['weight_global_scale'].name} "
+            "(a divisor): ambiguous"
         )
-    if "weight_packed" in t or "weight_global_scale" in t:
-        found, used = COMPRESSED, {"weight_packed", "weight_scale", "weight_global_scale"}
-    elif "weight_scale_2" in t:
-        found, used = MODELOPT, {"weight", "weight_scale", "weight_scale_2"}
-    elif "blocks" in t or "scales" in t:
-        found, used = MXFP4, {"blocks", "scales"}
+    if "blocks" in t or "scales" in t:
+        result = Plan(p, MXFP4, "blocks", "scales")
+    elif "weight_packed" in t or "weight_global_scale" in t:
+        packed = "weight_packed" if "weight_packed" in t else "weight"
+        result = Plan(p, COMPRESSED, packed, _scale_name(p), "weight_global_scale")
     elif "weight" not in t:
         raise p.fail(f"no weight tensor; found {sorted(t) or 'nothing'}")
-    elif t["weight"].dtype in _PLAIN_DTYPES:
-        found, used = PLAIN, {"weight"}
-    elif t["weight"].dtype in (torch.uint8, torch.int8):
-        found, used = _packed_dialect(p)
+    elif t["weight"].dtype in PLAIN_DTYPES:
+        result = Plan(p, PLAIN, "weight")
+    elif t["weight"].dtype in _BYTE_DTYPES:
+        result = _plan_packed(p)
     else:
-        raise p.fail(f"weight has dtype {t['weight'].dtype}, which no dialect uses")
-    unknown = sorted(set(t) - used - _IGNORED)
-    if unknown:
-        raise p.fail(f"tensors {unknown} do not belong to the {found} dialect")
-    return found
-
-
-def _packed_dialect(p: Projection) -> tuple[str, set[str]]:
-    """Packed codes with one kind of scale: E8M0 per 32 (DeepSeek), or NVFP4 without its global
-    scale.
-    """
-    for name in ("scale", "weight_scale", "weight_scale_inv"):
-        scale = p.tensors.get(name)
-        if scale is None:
-            continue
-        e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
-        if e8m0 and tuple(scale.shape) == (p.rows, p.cols // MX_BLOCK):
-            return MXFP4, {"weight", name}
-        if scale.dtype == torch.float8_e4m3fn:
-            raise p.fail(
-                f"{name} is E4M3, so the weight is NVFP4, but its global scale is missing "
-                "(weight_scale_2 or weight_global_scale)"
-            )
         raise p.fail(
-            f"{name} must be E8M0 {(p.rows, p.cols // MX_BLOCK)} (MXFP4), got {scale.dtype} "
-            f"{tuple(scale.shape)}"
+            f"{t['weight'].name} is {t['weight'].dtype}: experts are read from NVFP4, MXFP4, bf16, "
+            "fp16 or fp32 only"
         )
-    raise p.fail(f"packed weight without a scale; found {sorted(p.tensors)}")
+    _check(result)
+    return result
 
 
-def read(p: Projection, shared_scale: Tensor | None = None) -> tuple[Nvfp4Tensor, int]:
-    """The projection as NVFP4 (rows, cols) with one global scale, and the number of blocks of 16
-    whose values could not be kept exactly (only MXFP4 can have any; bf16 is quantised, which does
-    not count).
+def _scale_name(p: Projection) -> str:
+    return next((n for n in _BLOCK_SCALES if n in p.tensors), "weight_scale")
 
-    shared_scale  global scale for a PLAIN projection (gate and up share one), or None: its own amax
-                  / 2688
-    """
-    kind = dialect(p)
-    if kind == PLAIN:
-        weight = p.tensors["weight"]
-        if tuple(weight.shape) != (p.rows, p.cols):
-            raise p.fail(f"weight must be {(p.rows, p.cols)}, got {tuple(weight.shape)}")
-        if not bool(torch.isfinite(weight).all()):
-            raise p.fail("weight holds NaN or Inf")
-        g = plain_scale(weight) if shared_scale is None else shared_scale
-        return nvfp4.quantize(weight, g, exact_division=True), 0
-    if kind == MXFP4:
-        return _read_mxfp4(p)
-    packed = "weight_packed" if kind == COMPRESSED else "weight"
-    data = p.take(packed, torch.uint8, (p.rows, p.cols // 2))
-    scale = p.take("weight_scale", torch.float8_e4m3fn, (p.rows, p.cols // BLOCK))
-    _check_scales(p, "weight_scale", scale)
-    if kind == COMPRESSED:
-        multiplier = 1.0 / p.scalar("weight_global_scale")
+
+def _plan_packed(p: Projection) -> Plan:
+    """Packed codes: NVFP4 with a global scale, or MXFP4, whose scales are E8M0 per 32."""
+    name = _scale_name(p)
+    scale = p.tensors.get(name)
+    if "weight_scale_2" in p.tensors:
+        return Plan(p, MODELOPT, "weight", name, "weight_scale_2")
+    if scale is None:
+        raise p.fail(
+            f"{p.tensors['weight'].name} holds packed codes, but no {_BLOCK_SCALES[0]} is there; "
+            f"found {sorted(p.tensors)}"
+        )
+    if scale.dtype == torch.float8_e4m3fn or scale.shape == (p.rows, p.cols // BLOCK):
+        raise p.fail(
+            f"{scale.name} has one scale per {BLOCK}, so the weight is NVFP4, but its global scale "
+            "is missing (weight_scale_2 or weight_global_scale)"
+        )
+    return Plan(p, MXFP4, "weight", name)
+
+
+def _check(plan: Plan) -> None:
+    p = plan.projection
+    rows, cols = p.rows, p.cols
+    if plan.dialect == PLAIN:
+        p.want(plan.codes, PLAIN_DTYPES, (rows, cols))
+    elif plan.dialect == MXFP4:
+        groups = cols // MX_BLOCK
+        if cols % MX_BLOCK:
+            raise p.fail(f"K = {cols} is no multiple of {MX_BLOCK}, which MXFP4 needs")
+        blocks = plan.codes == "blocks"
+        shape = (rows, groups, MX_BLOCK // 2) if blocks else (rows, cols // 2)
+        p.want(plan.codes, _BYTE_DTYPES, shape)
+        p.want(str(plan.scale), (torch.float8_e8m0fnu, torch.uint8), (rows, groups))
     else:
-        multiplier = p.scalar("weight_scale_2")
-    return Nvfp4Tensor(data, scale, torch.tensor(multiplier, dtype=torch.float32)), 0
+        p.want(plan.codes, _BYTE_DTYPES, (rows, cols // 2))
+        p.want(str(plan.scale), (torch.float8_e4m3fn, torch.uint8), (rows, cols // BLOCK))
+        name = str(plan.global_scale)
+        if name not in p.tensors:
+            raise p.fail(f"{name} is missing; found {sorted(p.tensors)}")
+        if p.tensors[name].shape not in ((), (1,), (1, 1)):
+            raise p.fail(f"{p.tensors[name].name} must be one number, got {p.tensors[name].shape}")
+    if "bias" in p.tensors:
+        p.want("bias", PLAIN_DTYPES, (rows,))
+    used = {plan.codes, plan.scale, plan.global_scale}
+    unknown = sorted(set(p.tensors) - used - _IGNORED)
+    if unknown:
+        raise p.fail(
+            f"{p.tensors[unknown[0]].name} does not belong to a {plan.dialect} weight: leaving it "
+            f"out would change values (unknown: {unknown})"
+        )
 
 
-def plain_scale(weight: Tensor) -> Tensor:
+def read(plan: Plan, shared_scale: Tensor | None = None) -> tuple[Nvfp4Tensor, int]:
+    """The projection as NVFP4 (rows, cols) with one global scale, and the number of blocks of 16
+    whose values could not be kept exactly. Only MXFP4 can have any; the quantisation of a plain
+    weight does not count.
+
+    shared_scale  global scale of a plain weight (gate and up share one), or None: its own
+
+    Raises CheckpointError for a scale or weight that is NaN, negative, zero or infinite.
+    """
+    p = plan.projection
+    if plan.dialect == PLAIN:
+        g = plain_scale(plan) if shared_scale is None else shared_scale
+        return _quantize(p.tensors[plan.codes].read(), g), 0
+    if plan.dialect == MXFP4:
+        return _read_mxfp4(plan)
+    scale = p.tensors[str(plan.scale)].read().view(torch.float8_e4m3fn)
+    _check_scales(p, p.tensors[str(plan.scale)].name, scale)
+    value = _scalar(p, str(plan.global_scale))
+    # compressed-tensors stores (6 * 448) / amax: inverted here, once, in fp32
+    g = torch.reciprocal(value) if plan.dialect == COMPRESSED else value
+    return Nvfp4Tensor(p.tensors[plan.codes].read().view(torch.uint8), scale, g), 0
+
+
+def plain_scale(plan: Plan) -> Tensor:
     """ModelOpt's weight_scale_2 of a plain weight: amax / (6 * 448), fp32 ()."""
-    amax = weight.abs().amax().float()
+    stored = plan.projection.tensors[plan.codes]
+    low, high = torch.aminmax(stored.read())  # unlike abs() this makes no copy of the weight
+    amax = torch.maximum(-low.float(), high.float())
+    if not bool(torch.isfinite(amax)):
+        raise plan.projection.fail(f"{stored.name} holds NaN or Inf")
     return (amax / (nvfp4.E2M1_MAX * nvfp4.UE4M3_MAX)).clamp(min=nvfp4.GLOBAL_MIN)
+
+
+def _quantize(weight: Tensor, g: Tensor) -> Nvfp4Tensor:
+    """(N, K) with exact division (ModelOpt's bytes), some rows at a time to keep copies small."""
+    step = max(1, _QUANTIZE_ELEMENTS // weight.shape[1])
+    parts = [nvfp4.quantize(rows, g, exact_division=True) for rows in weight.split(step)]
+    if len(parts) == 1:
+        return parts[0]
+    data = torch.cat([q.data for q in parts])
+    scale = torch.cat([q.scale.view(torch.uint8) for q in parts])
+    return Nvfp4Tensor(data, scale, parts[0].global_scale)
+
+
+def _scalar(p: Projection, last: str) -> Tensor:
+    """A positive, finite number as fp32 ()."""
+    stored = p.tensors[last]
+    value = stored.read().float().reshape(())
+    if not 0.0 < float(value) < float("inf"):
+        raise p.fail(f"{stored.name} must be positive and finite, got {float(value)}")
+    return value.clone()
 
 
 def _check_scales(p: Projection, name: str, scale: Tensor) -> None:
@@ -159,48 +226,42 @@ def _check_scales(p: Projection, name: str, scale: Tensor) -> None:
     if bool(bad.any()):
         row, block = (int(i) for i in bad.nonzero()[0])
         byte = int(scale.view(torch.uint8)[row, block])
-        kind = "NaN" if byte & 0x7F == 0x7F else "negative"
+        kind = "NaN" if byte & 0x7F == nvfp4.UE4M3_NAN else "negative"
         raise p.fail(f"{name} has a {kind} scale, byte {byte:#04x}, at row {row} block {block}")
 
 
-def _read_mxfp4(p: Projection) -> tuple[Nvfp4Tensor, int]:
-    """E2M1 with one power of two per 32: the same codes, each scale twice, if all scales fit UE4M3
-    at once.
+def _read_mxfp4(plan: Plan) -> tuple[Nvfp4Tensor, int]:
+    """E2M1 with one power of two per 32: the same codes, and every scale twice, as far as UE4M3
+    holds them.
 
-    UE4M3 holds 2^-9 .. 2^8. The global scale is the power of two that puts the largest scale at
-    2^8; blocks more than 17 binary orders below are rounded again and counted, unless they are all
-    zero.
+    UE4M3 has the powers 2^-9 .. 2^8. The global scale is the power of two that puts the largest
+    scale in use at 2^8; blocks more than 17 binary orders below it get the scale 2^-9 and codes
+    rounded again (nearest even), and are counted if that changed a value. Blocks of zeros fit
+    always.
     """
-    if "blocks" in p.tensors:  # gpt-oss: (rows, cols/32, 16) bytes
-        data = p.take("blocks", torch.uint8, (p.rows, p.cols // MX_BLOCK, MX_BLOCK // 2)).flatten(1)
-        raw = p.take("scales", torch.uint8, (p.rows, p.cols // MX_BLOCK))
-    else:
-        data = p.take("weight", torch.uint8, (p.rows, p.cols // 2))
-        name = next(n for n in ("scale", "weight_scale", "weight_scale_inv") if n in p.tensors)
-        raw = p.tensors[name].view(torch.uint8)
+    p = plan.projection
+    data = p.tensors[plan.codes].read().view(torch.uint8).reshape(p.rows, p.cols // 2)
+    stored = p.tensors[str(plan.scale)]
+    raw = stored.read().view(torch.uint8)
     if bool((raw == 0xFF).any()):
         row, block = (int(i) for i in (raw == 0xFF).nonzero()[0])
-        raise p.fail(f"scale has a NaN (0xff) at row {row} block of 32 {block}")
+        raise p.fail(f"{stored.name} has a NaN scale, byte 0xff, at row {row} block {block}")
     exponent = (raw.int() - 127).repeat_interleave(MX_BLOCK // BLOCK, dim=1)  # (rows, cols/16)
-    codes = nvfp4.unpack(data).unflatten(-1, (-1, BLOCK))  # (rows, cols/16, 16)
-    empty = ((codes & 7) == 0).all(dim=-1)
-    used = exponent[~empty]
-    top = int(used.max()) if used.numel() else 0
-    top = max(top, -100 + 8)  # keep the global scale at or above 2^-100
-    relative = torch.where(empty, 0, exponent - (top - 8))  # 8 for the largest
-    low = relative < -9
+    bytes_of = data.unflatten(-1, (-1, BLOCK // 2))  # (rows, cols/16, 8)
+    empty = ((bytes_of & 0x77) == 0).all(dim=-1)  # both codes +0 or -0
+    lowest = torch.iinfo(torch.int32).min
+    top = max(int(torch.where(empty, lowest, exponent).amax()), _MX_LOWEST_TOP)
+    relative = torch.where(empty, 0, exponent - (top - _MX_TOP))  # 8 for the largest
+    low = relative < _MX_BOTTOM
+    inexact = 0
     if bool(low.any()):
-        values = nvfp4.decode_e2m1(codes[low], torch.float64) * 2.0 ** (
-            relative[low] + 9
-        ).unsqueeze(-1)
+        shift = (relative[low] - _MX_BOTTOM).unsqueeze(-1).double()
+        values = nvfp4.decode_e2m1(nvfp4.unpack(bytes_of[low]), torch.float64) * 2.0**shift
         again = nvfp4.encode_e2m1(values.float())
-        exact = (nvfp4.decode_e2m1(again, torch.float64) == values).all(dim=-1)
-        codes = codes.clone()
-        codes[low] = again
-        inexact = int((~exact).sum())
-    else:
-        inexact = 0
-    scale = torch.ldexp(torch.ones(relative.shape), relative.clamp(min=-9))
-    g = torch.tensor(2.0 ** (top - 8), dtype=torch.float32)
-    packed = nvfp4.pack(codes.flatten(-2))
-    return Nvfp4Tensor(packed, scale.to(torch.float8_e4m3fn), g), inexact
+        kept = (nvfp4.decode_e2m1(again, torch.float64) == values).all(dim=-1)
+        inexact = int((~kept).sum())
+        bytes_of = bytes_of.clone()
+        bytes_of[low] = nvfp4.pack(again)
+    scale = torch.ldexp(torch.ones(()), relative.clamp(min=_MX_BOTTOM)).to(torch.float8_e4m3fn)
+    g = torch.tensor(2.0 ** (top - _MX_TOP), dtype=torch.float32)
+    return Nvfp4Tensor(bytes_of.flatten(-2), scale, g), inexact
