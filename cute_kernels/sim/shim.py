@@ -34,8 +34,8 @@ ENTRY_POINTS = (
     "_cudaDeviceSynchronize",
     "_cudaStreamSynchronize",
 )
-# What host code compiled with --enable-tvm-ffi wants besides: `init` and `load` are functions of its
-# own module, `raise` is tvm_ffi's way to set a Python error. The simulator raises the true cause.
+# What host code compiled with --enable-tvm-ffi wants besides: `init` and `load` are functions of
+# its own module, `raise` is tvm_ffi's way to set a Python error.
 _TVM_FFI = """
 typedef void (*raise_message)(const char *kind, const char *text);
 typedef void (*raise_parts)(const char *kind, const char **parts, int count);
@@ -54,7 +54,9 @@ int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*loa
     return 0;
 }
 void cuda_dialect_unload_library_once(void **state) { *state = 0; }
-const char *cuda_dialect_get_error_name(int code) { return code ? "simulated launch failure" : "success"; }
+const char *cuda_dialect_get_error_name(int code) {
+    return code ? "simulated launch failure" : "success";
+}
 void CuteDSLRT_TVMFFISetRaisedCudaError(raise_parts raise, int code) {
     const char *part = cuda_dialect_get_error_name(code);
     raise("RuntimeError", &part, 1);
