@@ -414,9 +414,9 @@ def cp_async(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
                 data[i, :count] = find_global(sim, int(frm), int(count), False, "cp.async")
         shared.data[index] = data
         shared.init[index] = 1
-        # cp.async belongs to the generic proxy: the async proxy sees it after a fence only
         launch.epoch += 1
-        shared.writer[index] = pack_writer(instr.index, launch.epoch, tids)[:, None]
+        writer = pack_writer(instr.index, launch.epoch, tids)[:, None]
+        shared.writer[index] = writer if sim.checks.cp_async_fence else 0
         shared.async_writes[index.reshape(-1)] -= 1
         transfer.done = True
         groups = copies_of(warp)

@@ -23,6 +23,9 @@ class Checks:
 
     uninitialised: bool = True  # reads of shared memory or TMEM never written
     proxy_fence: bool = True  # generic write seen by the async proxy without a fence between
+    # cp.async counts as a generic write for `proxy_fence`. Off: published kernels that run on B200s
+    # hand cp.async data to tcgen05 through an mbarrier alone
+    cp_async_fence: bool = False
     shared_overwrite: bool = True  # write of bytes that an asynchronous operation may still read
     shared_race: bool = True  # access of bytes that an asynchronous operation may be writing
     mbarrier: bool = True  # re-initialisation, transaction and arrival overflow, missed phases

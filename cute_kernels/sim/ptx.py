@@ -171,7 +171,7 @@ _LABEL = re.compile(r"\s*([A-Za-z$_%][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
-_REG_DECL = re.compile(r"\.reg\s+(?:\.v\d\s+)?\.(\w+)\s+(.*)", re.S)
+_REG_DECL = re.compile(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", re.S)
 _FUNC = re.compile(r"((?:\.(?:visible|weak|extern|common)\s+)*)\.(entry|func)\b\s*(.*)", re.S)
 _VAR = re.compile(
     r"((?:\.(?:visible|weak|extern|common)\s+)*)\.(param|shared|global|local|const)\b\s*(.*)", re.S
@@ -193,6 +193,7 @@ class _Scope:
     parent: _Scope | None
     regs: dict[str, Reg] = field(default_factory=dict)
     families: dict[str, str] = field(default_factory=dict)  # "%r" -> type of %r<n>
+    vectors: dict[str, Vec] = field(default_factory=dict)  # .reg .v4 .b32 name;
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -379,8 +380,13 @@ class _FunctionParser:
         match = _REG_DECL.match(text)
         if match is None:
             raise PtxError(f"line {line}: cannot read {text[:80]!r}")
-        kind, names = match.groups()
+        width, kind, names = match.groups()
         for name in _split(names):
+            if width:
+                parts = {f"{name}.{c}": self._new(f"{name}.{c}", kind) for c in "xyzw"[: int(width)]}
+                self.scope.regs.update(parts)
+                self.scope.vectors[name] = Vec(tuple(parts.values()))
+                continue
             family = re.match(r"(%?[\w$]+?)<(\d+)>$", name)
             if family:
                 self.scope.families[family.group(1)] = kind
@@ -408,6 +414,15 @@ class _FunctionParser:
             scope = scope.parent
         return None
 
+    def vector(self, name: str) -> Vec | None:
+        """A register declared with .v2 or .v4: all of its components."""
+        scope: _Scope | None = self.scope
+        while scope is not None:
+            if name in scope.vectors:
+                return scope.vectors[name]
+            scope = scope.parent
+        return None
+
     def operand(self, text: str, line: int) -> Operand:
         first = text[:1]
         if first == "[":
@@ -426,7 +441,7 @@ class _FunctionParser:
             return Not(reg)
         if first.isdigit() or first in "+-." or text[:2].lower() in ("0f", "0d"):
             return Imm(_literal(text, line))
-        reg = self.reg(text)
+        reg = self.reg(text) or self.vector(text)
         if reg is not None:
             return reg
         if first == "%":
