@@ -360,17 +360,21 @@ def _approximate(instr: Any) -> Closure:
 
 def _minmax(instr: Any) -> Closure:
     choose = np.minimum if instr.base == "min" else np.maximum
-    half = {"u16x2": np.uint16, "s16x2": np.int16}.get(instr.mods[-1])
+    relu = instr.has("relu")
+    half: Any = {"u16x2": np.uint16, "s16x2": np.int16}.get(instr.mods[-1])
     if half is not None:
 
         def both(x: Any, y: Any) -> Any:
             x, y = (np.array(v, np.uint32).view(half) for v in (x, y))
-            return choose(x, y).view(np.uint32)
+            best = choose(x, y)
+            return (np.maximum(best, half(0)) if relu else best).view(np.uint32)
 
         return closure(both, instr.operands[0], "u32", instr.operands[1:], ("u32", "u32"))
     t = type_of(instr)
     if t in FLOATS:
         return _float(instr)
+    if relu:
+        return uniform(lambda x, y: np.maximum(choose(x, y), TYPES[t][1](0)))(instr)
     return uniform(choose)(instr)
 
 

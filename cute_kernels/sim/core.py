@@ -166,7 +166,7 @@ def straight(instr, kind, active, regs):
     elif kind == HALVES:
         for lane in range(32):
             if (active >> lane) & 1:
-                regs[dst, lane] = halves(op, regs[ra, lane], regs[rb, lane], signed)
+                regs[dst, lane] = halves(op, mode, regs[ra, lane], regs[rb, lane], signed)
     else:
         compare(instr, kind, active, regs)
 

@@ -55,7 +55,7 @@ IADD, ISUB, MUL_LO, MUL_HI, MUL_WIDE, MAD_LO, MAD_HI, MAD_WIDE, IDIV, IREM = ran
 IABS, INEG, IMIN, IMAX, AND, OR, XOR, NOT, CNOT, SHL = range(10, 20)
 SHR, POPC, CLZ, BFIND, BREV, BFE, BFI, PRMT, LOP3, SHF = range(20, 30)
 SELP, MOV, SAD, DP4A, MAPA, CVTA_TO, CVTA_FROM, ISSPACE, GETRANK, SLCT = range(30, 40)
-BMSK, SZEXT, FNS, ADD_CC, ADDC, IADD3 = range(40, 46)
+BMSK, SZEXT, ADD_SAT, SUB_SAT = range(40, 44)
 
 
 @jit
@@ -219,6 +219,9 @@ def rare_op(op, mode, a, b, c, d, bits, signed):
     if op == SZEXT:
         n = b & 31 if not mode else min(b & 0xFFFFFFFF, 32)
         return 0 if n == 0 else extend(a, n, signed)
+    if op == ADD_SAT or op == SUB_SAT:
+        x, y = sign_extend(a, 32), sign_extend(b, 32)
+        return min(max(x + y if op == ADD_SAT else x - y, -(1 << 31)), (1 << 31) - 1)
     if op == CNOT:
         return 1 if (a & low_mask(bits)) == 0 else 0
     if op == MAPA:
@@ -270,7 +273,8 @@ def int_op(op, mode, a, b, c, d, bits, signed):
     if op == IMIN or op == IMAX:
         x, y = extend(a, bits, signed), extend(b, bits, signed)
         less = x < y if signed else ult(x, y)
-        return x if less == (op == IMIN) else y
+        best = x if less == (op == IMIN) else y
+        return 0 if mode and best < 0 else best  # .relu
     if op == INEG:
         return -a
     if op == IABS:
@@ -281,17 +285,15 @@ def int_op(op, mode, a, b, c, d, bits, signed):
         return logic3(a, b, c, mode)
     if op == SHF:
         return funnel_shift(a, b, c, mode & 1, mode & 2)
-    if op == IADD3:
-        return a + b + c
     return rare_op(op, mode, a, b, c, d, bits, signed)
 
 
 @jit
-def halves(op, a, b, signed):
+def halves(op, mode, a, b, signed):
     """add, min, max of u16x2 and s16x2."""
     out = 0
     for i in range(0, 32, 16):
-        part = int_op(op, 0, (a >> i) & 0xFFFF, (b >> i) & 0xFFFF, 0, 0, 16, signed)
+        part = int_op(op, mode, (a >> i) & 0xFFFF, (b >> i) & 0xFFFF, 0, 0, 16, signed)
         out |= (part & 0xFFFF) << i
     return out
 

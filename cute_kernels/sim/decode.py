@@ -243,12 +243,13 @@ def either(int_op: int, float_op: int) -> Callable[[Code, Instr, np.ndarray], No
         if t in KINDS:
             floating(code, instr, row, float_op)
         elif t in ("u16x2", "s16x2"):
-            refuse(instr, "relu")
-            integer(code, instr, row, int_op)
+            integer(code, instr, row, int_op, int("relu" in instr.mods))
             row[m.KIND] = k.HALVES
+        elif t == "s32" and "sat" in instr.mods:
+            integer(code, instr, row, i.ADD_SAT if instr.base == "add" else i.SUB_SAT)
         else:
-            refuse(instr, "sat", "relu", "cc")
-            integer(code, instr, row, int_op)
+            refuse(instr, "sat", "cc")
+            integer(code, instr, row, int_op, int("relu" in instr.mods))
 
     return build
 

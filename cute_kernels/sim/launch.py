@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.sim import shim
+from cute_kernels.sim.memory import TensorRanges
 from cute_kernels.sim.program import Program
 from cute_kernels.sim.ptx import Function, Module, parse
 from cute_kernels.sim.runtime import Handles, elf_size
@@ -30,6 +31,7 @@ class Preparation:
         self.known: dict[str, str] = {}  # sha256 of a cubin -> PTX text
         self._seen: set[Path] = set()
         self.handles = Handles()
+        self.tensors = TensorRanges()
         self._modules: dict[str, Module] = {}
         self._programs: dict[int, Program] = {}
         self._codes: dict[int, Any] = {}

@@ -45,15 +45,61 @@ class SharedMemory:
         self.async_writes = np.zeros(self.size, np.uint16)
 
 
-class GlobalMemory:
-    """Process memory that kernels may touch: storages of live CPU tensors and owned or allowed ranges.
+class TensorRanges:
+    """Storages of the CPU tensors of this process, found by asking the garbage collector.
 
-    The tensors are found by asking the garbage collector, lazily: when an access falls outside the
-    ranges known so far. Ranges of tensors that have been freed are dropped by `refresh`.
+    A scan takes tenths of a second in a large process, so what it found is kept: a tensor stays known
+    until it dies.
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[int, int], list[weakref.ref]] = {}
+        self._known: dict[tuple[int, int], list[weakref.ref]] = {}
+
+    def live(self) -> list[tuple[int, int]]:
+        """(first, end) of the storages that still belong to one of the tensors found."""
+        for key, refs in list(self._known.items()):
+            left = [r for r in refs if _storage(r()) == key]
+            if left:
+                self._known[key] = left
+            else:
+                del self._known[key]
+        return list(self._known)
+
+    def scan(self) -> None:
+        self._known.clear()
+        is_tensor: dict[type, bool] = {}
+        for thing in gc.get_objects():
+            kind = type(thing)
+            known = is_tensor.get(kind)
+            if known is None:
+                known = is_tensor[kind] = issubclass(kind, torch.Tensor)
+            if known:
+                key = _storage(thing)
+                if key is not None:
+                    self._known.setdefault(key, []).append(weakref.ref(thing))
+
+
+def _storage(tensor: torch.Tensor | None) -> tuple[int, int] | None:
+    """(first, end) of the memory behind a tensor; None if it has none here."""
+    try:
+        if tensor is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        first, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # fake and functional tensors have no storage
+        return None
+    return (first, first + size) if first and size else None
+
+
+class GlobalMemory:
+    """Process memory that kernels may touch: storages of live CPU tensors and owned or allowed ranges.
+
+    Tensors are searched for lazily, when an access falls outside the ranges known so far. Ranges of
+    tensors that have been freed are dropped by `refresh`.
+    """
+
+    def __init__(self, tensors: TensorRanges | None = None) -> None:
+        self._tensors = TensorRanges() if tensors is None else tensors
         self._owned: dict[int, tuple[int, object]] = {}
         self.ranges = np.zeros((0, 2), np.int64)
 
@@ -80,37 +126,10 @@ class GlobalMemory:
     def refresh(self, scan: bool = False) -> None:
         """Drops ranges of dead tensors; with `scan`, searches the process for live ones."""
         if scan:
-            self._scan()
-        live = []
-        for key, refs in list(self._tensors.items()):
-            if any(r() is not None for r in refs):
-                live.append(key)
-            else:
-                del self._tensors[key]
-        live += [(a, a + n) for a, (n, _) in self._owned.items()]
-        self.ranges = _merge(live)
-
-    def _scan(self) -> None:
-        self._tensors.clear()
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if (
-                kind is torch.Tensor
-                or kind is torch.nn.Parameter
-                or (isinstance(kind, type) and issubclass(kind, torch.Tensor))
-            ):
-                self._add(thing)
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        try:
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                return
-            storage = tensor.untyped_storage()
-            lo, size = storage.data_ptr(), storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # fake and functional tensors have no storage
-            return
-        if lo and size:
-            self._tensors.setdefault((lo, lo + size), []).append(weakref.ref(tensor))
+            self._tensors.scan()
+        self.ranges = _merge(
+            [*self._tensors.live(), *((a, a + n) for a, (n, _) in self._owned.items())]
+        )
 
     def contains(self, address: int, size: int) -> bool:
         i = int(np.searchsorted(self.ranges[:, 0], address, side="right")) - 1

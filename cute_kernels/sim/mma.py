@@ -30,6 +30,15 @@ from .descriptors import BITS, UE4M3, UE8M0, InstrDescriptor, SmemDescriptor, de
 from .tcgen05 import group_of, pair, pipe_of
 from .tmem import Region, Tmem, split
 
+try:
+    from .core_mma import product
+except ImportError:  # no numba
+
+    def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """a @ b.T"""
+        return a @ b.T
+
+
 KINDS = ("f16", "tf32", "f8f6f4", "mxf8f6f4", "mxf4", "mxf4nvf4")
 # kind -> K elements per scale factor by default, and what the instruction may say instead
 _BLOCK = {"mxf8f6f4": 32, "mxf4": 32, "mxf4nvf4": 0}
@@ -269,7 +278,7 @@ def execute(sim: Any, op: Mma) -> None:
             a = a * scale_factors(sim, share.cta.tmem, op, op.sfa, op.rows, d.scale_id_a)
             b_scaled = b * scale_factors(sim, share.cta.tmem, op, op.sfb, d.n, d.scale_id_b)
         with np.errstate(all="ignore"):
-            _write_d(sim, op, share, a @ b_scaled.T, v)
+            _write_d(sim, op, share, product(a, b_scaled), v)
 
 
 def _shared_operand(

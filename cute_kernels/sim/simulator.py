@@ -94,7 +94,7 @@ class Simulator:
         self.requests: list[SavedLaunch] = []
         self.record = False
         self.policy = Policy(schedule, seed)
-        self.global_memory = GlobalMemory()
+        self.global_memory = GlobalMemory(preparation().tensors)
         self.maps = MapCache()
         self.changed_maps: dict[int, int] = {}
         self.find_handler = find_handler
@@ -149,7 +149,7 @@ class Simulator:
         self.async_ops = AsyncOps(self.trace)
         self.counters = Counters()
         self.tc_pipes = {}
-        self.global_memory.refresh(scan=True)
+        self.global_memory.refresh()
         launch = Launch(
             self,
             function,
