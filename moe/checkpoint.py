@@ -287,8 +287,10 @@ def load_checkpoint(
                   says (gpt-oss interleaves, others have halves with the gate first)
 
     First every name, dtype and shape is checked from the headers, then experts are read, checked
-    and packed one at a time: peak memory is the result plus one expert. Raises CheckpointError (a
-    ValueError) that names tensor, expert and expectation; nothing is returned then.
+    and packed one at a time: peak memory is the result plus one expert as it is stored and some
+    copies of its block scales (of a plain weight, plus a million elements that are quantised at a
+    time). Raises CheckpointError (a ValueError) that names tensor, expert and expectation; nothing
+    is returned then.
     """
     if h_scale not in H_SCALES:
         raise ValueError(f"h_scale must be one of {H_SCALES}, got {h_scale!r}")
@@ -353,6 +355,7 @@ def _pack(
             biases=_biases(expert),
             h_scale=None if gh is None else gh[first + local],
         )
+        del parts  # or two experts are alive while the next one is read
     return builder.finish(gx=gx), inexact
 
 
