@@ -156,11 +156,13 @@ def enable_simulator() -> None:
         os.environ.update(variables)
         _state.simulated = True
         _state.kernels.clear()  # those from the disk were linked to the CUDA runtime
-        libraries = variables.get("CUTE_DSL_LIBS")
-        if (
-            libraries and "cutlass.cutlass_dsl" in sys.modules
-        ):  # it has read its environment already
-            _dsl().envar.shared_libs = libraries
+        if "cutlass.cutlass_dsl" in sys.modules:  # it has read its environment already
+            settings = _dsl().envar
+            settings.shared_libs = variables["CUTE_DSL_LIBS"]
+            settings.dump_dir = variables["CUTE_DSL_DUMP_DIR"]
+            settings.keep_tokens = frozenset(variables["CUTE_DSL_KEEP"].split(","))
+            settings.keep_ptx = settings.keep_cubin = True
+            settings.arch = variables["CUTE_DSL_ARCH"]
 
 
 def device_arch(index: int, capability: Callable[[int], tuple[int, int]] | None) -> str:
