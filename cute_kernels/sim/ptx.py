@@ -302,7 +302,8 @@ def _parse_variable(line: int, text: str) -> Variable:
     if match is None:
         raise PtxError(f"line {line}: expected a variable declaration, got {text[:80]!r}")
     linkage, space, rest = match.groups()
-    align = re.search(r"\.align\s+(\d+)", rest)
+    # behind .ptr it is the alignment of what the parameter points to
+    align = None if ".ptr" in rest else re.search(r"\.align\s+(\d+)", rest)
     pointer_free = re.sub(r"\.(?:ptr|align\s+\d+|global|const|shared|local|generic|attribute\([^)]*\))(?![\w])",
                           " ", rest)  # fmt: skip
     head, _, init = pointer_free.partition("=")
