@@ -315,7 +315,7 @@ def test_nan_and_inf_spoil_what_the_contract_says() -> None:
 
 
 def test_snr_of_normal_data() -> None:
-    """N(0, 1) with one scale per token: 20.4 dB (measured 20.41 at 512 x 2048)."""
+    """N(0, 1) with one scale per token: 20.4 dB (measured: 20.42 here, 20.43 at 4096 x 4096)."""
     x = normal(512, 2048, seed=8)
     noise = nvfp4.quantize(x).dequantize(torch.float64) - x.double()
     snr = 10 * math.log10(float(x.double().square().sum() / noise.square().sum()))
