@@ -90,7 +90,6 @@ class ExpertReader:
         fused: Fused,
     ) -> None:
         self.files, self.layer, self.cfg, self.names = files, layer, cfg, names
-        self._across = fused.across
         if fused.order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}, got {fused.order!r}")
         self._rows = _row_split(fused.order, fused.granularity, cfg.intermediate)  # of gate, of up
@@ -112,7 +111,7 @@ class ExpertReader:
         if fused:
             if parts["gate"] or parts["up"]:
                 raise CheckpointError(f"{self._where(e)}: both fused and separate gate and up")
-            across = self._is_across(fused)
+            across = self._is_across(fused, parts["down"])
             parts["gate"], parts["up"] = self._split(fused, across, e)
             if across:  # such models store the down projection across, too
                 parts["down"] = _turn(parts["down"])
@@ -160,15 +159,19 @@ class ExpertReader:
             return self.files.stored_rows(name, e * rows, (e + 1) * rows)
         raise CheckpointError(f"{name} cannot be split over {experts} experts, shape {shape}")
 
-    def _is_across(self, fused: dict[str, Stored]) -> bool:
-        """Stored as (K, N) instead of (N, K), packed codes and scales included? The shape decides;
-        of a square weight the model type."""
+    def _is_across(self, fused: dict[str, Stored], down: dict[str, Stored]) -> bool:
+        """Stored as (K, N) instead of (N, K), packed codes and scales included, as Llama-4 and
+        gpt-oss do? Of a square gate_up_proj the down projection, which cannot be square then, tells
+        it."""
         weight = fused.get("weight") or fused.get("weight_packed")
         if weight is None:
             return False
         k = self.cfg.hidden if weight.dtype.is_floating_point else self.cfg.hidden // 2
         n = 2 * self.cfg.intermediate
-        return self._across if k == n else weight.shape == (k, n)
+        if k != n:
+            return weight.shape == (k, n)
+        other = down.get("weight") or down.get("weight_packed")
+        return other is not None and other.shape[-1:] == (self.cfg.hidden,)
 
     def _split(
         self, fused: dict[str, Stored], across: bool, e: int

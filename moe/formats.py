@@ -262,6 +262,7 @@ def _read_mxfp4(plan: Plan) -> tuple[Nvfp4Tensor, int]:
         inexact = int((~kept).sum())
         bytes_of = bytes_of.clone()
         bytes_of[low] = nvfp4.pack(again)
-    scale = torch.ldexp(torch.ones(()), relative.clamp(min=_MX_BOTTOM)).to(torch.float8_e4m3fn)
+    kept_exponent = relative.clamp(min=_MX_BOTTOM)
+    scale = torch.ldexp(torch.ones_like(kept_exponent, dtype=torch.float32), kept_exponent)
     g = torch.tensor(2.0 ** (top - _MX_TOP), dtype=torch.float32)
-    return Nvfp4Tensor(bytes_of.flatten(-2), scale, g), inexact
+    return Nvfp4Tensor(bytes_of.flatten(-2), scale.to(torch.float8_e4m3fn), g), inexact

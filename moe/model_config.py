@@ -10,19 +10,16 @@ from moe.tensor_files import CheckpointError
 
 
 class Fused(NamedTuple):
-    """Layout of a fused gate_up_proj: order and granularity of its rows as in
-    `ExpertWeights.from_nvfp4`; ``across``: a square weight is (K, N), not (N, K)."""
+    """Order and granularity of the rows of a fused gate_up_proj, as in
+    `ExpertWeights.from_nvfp4`."""
 
     order: str = "gate_up"
     granularity: int = 1
-    across: bool = False
 
 
 def fused(config: dict[str, Any]) -> Fused:
-    """gpt-oss interleaves gate and up row by row; Llama-4 and gpt-oss store weights across."""
-    kind = config.get("model_type")
-    order = "interleaved" if kind == "gpt_oss" else "gate_up"
-    return Fused(order, across=kind in ("gpt_oss", "llama4", "llama4_text"))
+    """gpt-oss interleaves gate and up row by row, others have halves with the gate first."""
+    return Fused("interleaved" if config.get("model_type") == "gpt_oss" else "gate_up")
 
 
 def moe_config(config: dict[str, Any]) -> MoEConfig:
