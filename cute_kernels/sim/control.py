@@ -78,15 +78,12 @@ def fence(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
 
 
 def griddep_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """The launches before this one have completed: they ran to their end before it began (see
-    README, limits)."""
-    warp.cta.waited_grid = True
-    warp.cta.launch.waited_grid = True
+    """The launches before this one have completed and what they wrote is visible."""
+    sim.overlap.reveal()
 
 
 def griddep_launch(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """Counts the signal; the next launch starts when this one ends."""
-    warp.cta.launch.dependents_launched = True
+    """The next launch starts when this one has ended; see overlap.py for what it may see."""
 
 
 def nanosleep(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
@@ -160,8 +157,10 @@ def query_cancel(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     if what == "is_canceled":
         warp.write(result, (x != 0).astype(np.uint64), mask)
         return
-    need(bool((x[mask] != 0).all()), "get_first_ctaid of a request that was not granted")
-    coords = {"x": x - np.uint64(1), "y": y, "z": z}
+    # after a refusal the coordinates are undefined, not forbidden: kernels decode, then select
+    refused = x == 0
+    x, y, z = (np.where(refused, mask32, v) for v in (x - np.uint64(1), y, z))
+    coords = {"x": x, "y": y, "z": z}
     if "::" in what:
         warp.write(result, coords[what.rsplit("::", 1)[1]], mask)
     else:

@@ -41,7 +41,7 @@ DEVICE_ATTRIBUTES = {
     111: 1024,  # shared memory reserved per block
     120: 1,  # cluster launch
 }
-_CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC = 4, 6  # cudaLaunchAttributeID
 _ATTRIBUTE_SIZE, _ATTRIBUTE_VALUE = 72, 8
 
 
@@ -56,6 +56,7 @@ class LaunchRequest:
     cluster: tuple[int, int, int]
     smem_bytes: int
     params: int
+    programmatic: bool = False  # may start before its predecessor has ended
 
 
 class Handles:
@@ -149,13 +150,15 @@ class Runtime:
         # numAttrs
         raw = ctypes.string_at(config, 56)
         gx, gy, gz, bx, by, bz, smem, _stream, attributes, count = struct.unpack("<6I4Q", raw)
-        cluster = (1, 1, 1)
+        cluster, programmatic = (1, 1, 1), False
         for i in range(count & 0xFFFFFFFF):
             at = attributes + i * _ATTRIBUTE_SIZE
             (kind,) = struct.unpack("<I", ctypes.string_at(at, 4))
             if kind == _CLUSTER_DIMENSION:
                 value = ctypes.string_at(at + _ATTRIBUTE_VALUE, 12)
                 cluster = struct.unpack("<3I", value)
+            elif kind == _PROGRAMMATIC:
+                programmatic = ctypes.string_at(at + _ATTRIBUTE_VALUE, 1) != b"\0"
         if smem > SMEM_PER_BLOCK_OPTIN:
             raise RuntimeError(
                 f"{name} wants {smem} bytes of dynamic shared memory, a CTA may have "
@@ -163,7 +166,9 @@ class Runtime:
             )
         image = _image(self.handles.libraries[library - 1])
         grid, block = (gx, gy, gz), (bx, by, bz)
-        self.on_launch(LaunchRequest(image, name, grid, block, cluster, smem, params))
+        self.on_launch(
+            LaunchRequest(image, name, grid, block, cluster, smem, params, programmatic)
+        )
         return None
 
 

@@ -17,6 +17,7 @@ from cute_kernels.sim.grid import Launch
 from cute_kernels.sim.handlers import find_handler
 from cute_kernels.sim.launch import preparation
 from cute_kernels.sim.memory import GlobalMemory, raw_view
+from cute_kernels.sim.overlap import Overlap
 from cute_kernels.sim.ptx import Function, Module, Variable
 from cute_kernels.sim.runtime import LaunchRequest, Runtime
 from cute_kernels.sim.scheduler import Policy, Scheduler
@@ -95,6 +96,7 @@ class Simulator:
         self.record = False
         self.policy = Policy(schedule, seed)
         self.global_memory = GlobalMemory(preparation().tensors)
+        self.overlap = Overlap(self.global_memory)
         self.maps = MapCache()
         self.changed_maps: dict[int, int] = {}
         self.find_handler = find_handler
@@ -160,9 +162,12 @@ class Simulator:
             smem_bytes=shape.smem_bytes,
         )
         started = time.perf_counter()
+        late = self.schedule != "eager" and getattr(shape, "programmatic", False)
+        self.overlap.begin(function.instrs, params, late)
         try:
             Scheduler(self, launch).run()
         finally:
+            self.overlap.end()
             launch.release()
         result = LaunchResult(
             function.name,

@@ -19,6 +19,7 @@ from cute_kernels.sim.asyncops import AsyncOps
 from cute_kernels.sim.checks import Checks, OutOfBounds
 from cute_kernels.sim.counters import Counters
 from cute_kernels.sim.handlers import find_handler
+from cute_kernels.sim.overlap import Overlap
 from cute_kernels.sim.scheduler import EXITED, HOST, STALLED, Policy, Scheduler
 from cute_kernels.sim.tensormap import MapCache
 
@@ -188,6 +189,7 @@ class Machine:
         self.changed_maps: dict[int, int] = {}
         self.tc_pipes: dict[Any, Any] = {}
         self.max_resident = 1
+        self.overlap = Overlap(None)
         self.global_memory = Global()
         self.find_handler = find_handler
         # launch

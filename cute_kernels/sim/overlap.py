@@ -1,0 +1,81 @@
+"""Programmatic dependent launch: what a launch may see of the one before it.
+
+A launch with the programmatic attribute may start once every CTA of its predecessor has executed
+griddepcontrol.launch_dependents; what the predecessor writes is certain to be visible only behind
+griddepcontrol.wait. Launches run one after the other here, so the lateness is made by hand: the
+second launch begins with the memory as it was before the first one, and the first one's writes
+appear when any of its threads executes griddepcontrol.wait. A missing wait reads old bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cute_kernels.sim.checks import OutOfBounds
+
+MOST_BYTES = 1 << 28  # larger predecessors are not kept: their writes are visible at once
+
+
+class Overlap:
+    """One per Simulator. Order of calls per launch: `begin`, (`reveal`), `end`."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        # (view of an allocation, its contents before and after the last launch)
+        self._old: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._next: list[tuple[np.ndarray, np.ndarray]] = []
+        # (view, offsets, bytes the predecessor wrote there, bytes before)
+        self._hidden: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def begin(self, instrs: list[Any], params: bytes, late: bool) -> None:
+        """Before a launch. `late`: it has the programmatic attribute, and the schedule says that
+        what its predecessor wrote comes late."""
+        triggers = any(i.base == "griddepcontrol" and "launch_dependents" in i.mods for i in instrs)
+        self._next = self._snapshot(params) if triggers else []
+        if late:
+            self._hide()
+        self._old = []
+
+    def reveal(self) -> None:
+        """The predecessor is complete: its writes appear, except where memory has changed since."""
+        for view, where, new, old in self._hidden:
+            same = view[where] == old
+            view[where[same]] = new[same]
+        self._hidden = []
+
+    def end(self) -> None:
+        """After a launch."""
+        self.reveal()
+        self._old = [(view, before, view.copy()) for view, before in self._next]
+        self._next = []
+
+    def _hide(self) -> None:
+        if self._old:
+            self._memory.refresh(scan=True)
+        for view, before, after in self._old:
+            # freed since, or written by the host: not the predecessor's work any more
+            address = view.ctypes.data
+            if not self._memory.contains(address, len(view)) or not np.array_equal(view, after):
+                continue
+            where = np.flatnonzero(view != before)
+            if len(where):
+                self._hidden.append((view, where, view[where].copy(), before[where]))
+                view[where] = before[where]
+
+    def _snapshot(self, params: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Copies of the allocations that the parameters point into, tensor maps included."""
+        words = np.frombuffer(params[: len(params) // 8 * 8], np.uint64)
+        found: dict[int, int] = {}
+        for word in set(map(int, words)):
+            if word and self._memory.contains(word, 1):
+                try:
+                    first, end = self._memory.range_of(word, 1)
+                except OutOfBounds:
+                    continue
+                found[first] = end - first
+        if sum(found.values()) > MOST_BYTES:
+            return []
+        views = [self._memory.find(first, size) for first, size in found.items()]
+        return [(view, view.copy()) for view in views]

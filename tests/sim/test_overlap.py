@@ -1,0 +1,83 @@
+"""Programmatic dependent launch: old bytes before griddepcontrol.wait, nothing lost afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cute_kernels.sim.overlap import Overlap
+
+TRIGGER = [SimpleNamespace(base="griddepcontrol", mods=("launch_dependents",))]
+
+
+class Memory:
+    """One allocation at its real address."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.live = array, True
+
+    def contains(self, address: int, size: int) -> bool:
+        lo = self.array.ctypes.data
+        return self.live and lo <= address and address + size <= lo + len(self.array)
+
+    def range_of(self, address: int, size: int) -> tuple[int, int]:
+        lo = self.array.ctypes.data
+        return lo, lo + len(self.array)
+
+    def find(self, address: int, size: int) -> np.ndarray:
+        return self.array
+
+    def refresh(self, scan: bool = False) -> None:
+        return None
+
+
+def first_launch(instrs=TRIGGER) -> tuple[Overlap, np.ndarray, Memory]:
+    data = np.zeros(64, np.uint8)
+    memory = Memory(data)
+    overlap = Overlap(memory)
+    overlap.begin(instrs, np.array([5, data.ctypes.data], np.uint64).tobytes(), False)
+    data[:8] = np.arange(1, 9)
+    overlap.end()
+    assert data[7] == 8, "the host sees the first launch's result"
+    return overlap, data, memory
+
+
+def test_old_bytes_until_the_wait():
+    overlap, data, _ = first_launch()
+    overlap.begin([], b"", True)
+    assert not data.any()
+    overlap.reveal()
+    assert data[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_without_a_wait_the_writes_appear_at_the_end_and_keep_what_the_second_launch_wrote():
+    overlap, data, _ = first_launch()
+    overlap.begin([], b"", True)
+    data[2] = 99
+    overlap.end()
+    assert data[:8].tolist() == [1, 2, 99, 4, 5, 6, 7, 8]
+
+
+def test_an_ordinary_second_launch_sees_everything():
+    overlap, data, _ = first_launch()
+    overlap.begin([], b"", False)
+    assert data[0] == 1
+
+
+def test_a_first_launch_without_trigger_hides_nothing():
+    overlap, data, _ = first_launch([])
+    overlap.begin([], b"", True)
+    assert data[0] == 1
+
+
+@pytest.mark.parametrize("change", ["host write", "freed"])
+def test_memory_that_is_no_longer_the_predecessors_stays(change):
+    overlap, data, memory = first_launch()
+    if change == "host write":
+        data[20] = 1
+    else:
+        memory.live = False
+    overlap.begin([], b"", True)
+    assert data[0] == 1
