@@ -403,7 +403,8 @@ class Sm100GroupedGemm:
                     sf = (None, None, k_block)
                     sfb = tCtSFB[sf].iterator
                     if cutlass.const_expr(c.tile_n == 64):
-                        sfb = sfb + (work.n_tile & 1) * 2  # the tile's half of a 128-row scale tile
+                        # the second half of a 128-row scale tile: two columns of four scales each
+                        sfb = sfb + (work.n_tile & 1) * 8
                     accumulate = k_tile > 0 if cutlass.const_expr(k_block == 0) else True
                     mma.set(tcgen05.Field.ACCUMULATE, accumulate)
                     mma.set(tcgen05.Field.SFA, tCtSFA[sf].iterator)
