@@ -101,10 +101,8 @@ class CompiledWarp:
         context = self.context
         if context[m.FAULT] != m.NO_RANGE:
             return False
-        memory, address = self.sim.global_memory, int(context[m.FAULT_ADDRESS]) & _MASK64
-        size = self._access_bytes()
-        memory.refresh(scan=True)
-        return bool(memory.contains(address, size))
+        address = int(context[m.FAULT_ADDRESS]) & _MASK64
+        return bool(self.sim.global_memory.search(address, self._access_bytes()))
 
     def _access_bytes(self) -> int:
         row = self.code.code[self.context[m.PC]]

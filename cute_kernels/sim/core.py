@@ -300,7 +300,7 @@ def execute(instr, kind, pc, active, member, regs, vec, ranges, ctx, scratch):
     if kind == MATRIX:
         return do_matrix(instr, regs, vec, ranges, ctx, scratch, pc)
     if kind == CROSS:
-        if active & ~member:
+        if instr[MEETS] and active & ~member:
             ctx[FAULT], ctx[FAULT_LANE] = NOT_MEMBER, 0
             return False
         lanes_op(instr, active, member & active, regs, scratch)

@@ -6,7 +6,9 @@ needs an unsigned view of the bits is an LLVM instruction here.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -19,8 +21,30 @@ I64, F32, F64 = types.int64, types.float32, types.float64
 _I8, _I32, _I64, _I128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
 _FLOAT, _DOUBLE = ir.FloatType(), ir.DoubleType()
 
-jit = numba.njit(cache=True, error_model="numpy", boundscheck=False)
-inline = numba.njit(cache=True, error_model="numpy", boundscheck=False, inline="never")
+
+
+def _fingerprint() -> str:
+    """Hash of the sources of the compiled core."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("core*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCES = _fingerprint()
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile for the types of the first call, and cache on disk.
+
+    numba takes a cached function for fresh while its own file is unchanged, although it holds copies of
+    what it calls: here it is fresh while no file of the core has changed.
+    """
+    dispatcher = numba.njit(cache=True, error_model="numpy", boundscheck=False)(function)
+    file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    if file is not None:
+        file._source_stamp = (file._source_stamp, _SOURCES)
+    return dispatcher
 
 
 def _make(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:

@@ -279,7 +279,7 @@ def _atomic(instr: Any) -> Closure:
                     else:
                         with np.errstate(over="ignore"):
                             new = update(old, args[0])
-                    typed[first + j] = new
+                    typed[first + j] = np.asarray(new).reshape(-1)[0]
         access.mark_written()
         for put, row in zip(puts, rows):
             put(w, m, row)

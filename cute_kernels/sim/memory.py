@@ -65,10 +65,10 @@ class TensorRanges:
                 del self._known[key]
         return list(self._known)
 
-    def scan(self) -> None:
-        self._known.clear()
+    def scan(self, generation: int) -> None:
+        """Adds the tensors among the objects of one generation of the collector; 2 holds most objects."""
         is_tensor: dict[type, bool] = {}
-        for thing in gc.get_objects():
+        for thing in gc.get_objects(generation):
             kind = type(thing)
             known = is_tensor.get(kind)
             if known is None:
@@ -123,13 +123,20 @@ class GlobalMemory:
         if self._owned.pop(address, None) is not None:
             self.refresh()
 
-    def refresh(self, scan: bool = False) -> None:
-        """Drops ranges of dead tensors; with `scan`, searches the process for live ones."""
-        if scan:
-            self._tensors.scan()
+    def refresh(self) -> None:
+        """Drops the ranges of tensors that have died."""
         self.ranges = _merge(
             [*self._tensors.live(), *((a, a + n) for a, (n, _) in self._owned.items())]
         )
+
+    def search(self, address: int, size: int) -> bool:
+        """Is [address, address + size) in a live allocation? Looks for new tensors, youngest first."""
+        for generation in range(3):
+            if self.contains(address, size):
+                return True
+            self._tensors.scan(generation)
+            self.refresh()
+        return self.contains(address, size)
 
     def contains(self, address: int, size: int) -> bool:
         i = int(np.searchsorted(self.ranges[:, 0], address, side="right")) - 1
@@ -152,10 +159,8 @@ class GlobalMemory:
             OutOfBounds: if the bytes are not inside one live allocation.
         """
         address, size = int(address), int(size)
-        if not self.contains(address, size):
-            self.refresh(scan=True)
-            if not self.contains(address, size):
-                raise OutOfBounds(f"[{address:#x}, {address + size:#x}) is in no live allocation")
+        if not self.search(address, size):
+            raise OutOfBounds(f"[{address:#x}, {address + size:#x}) is in no live allocation")
         return raw_view(address, size)
 
 

@@ -169,6 +169,7 @@ TYPE_BYTES = {
 _NAME = r"[A-Za-z$_%.][\w$.]*"
 _LABEL = re.compile(r"\s*([A-Za-z$_%][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_LINE_DIRECTIVE = re.compile(r"\.(loc|file|version|target|address_size)\b")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
 _REG_DECL = re.compile(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", re.S)
@@ -225,7 +226,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
     start, depth, buffer = 0, 0, ""
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw
-        if not buffer and line.lstrip().startswith((".loc", ".file", ".version", ".target", ".address")):
+        if not buffer and _LINE_DIRECTIVE.match(line.lstrip()):
             yield number, line.strip()
             continue
         while line:
@@ -577,7 +578,7 @@ def parse(text: str) -> Module:
                     body = None
             elif piece.endswith(":"):
                 body.label(piece[:-1])
-            elif piece.startswith((".loc", ".file")):
+            elif _LINE_DIRECTIVE.match(piece):
                 body.location(piece)
             else:
                 body.statement(line, piece)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_kernels.sim.checks import IllegalInstruction, OutOfBounds
+from cute_kernels.sim.checks import IllegalInstruction, OutOfBounds, SimError
 from cute_kernels.sim.memory import raw_view
 from cute_kernels.sim.operands import Registers, getter
 from cute_kernels.sim.program import ALU, BRANCH, BRANCH_INDEXED, EXIT, HOST, Program
@@ -97,39 +97,42 @@ class Warp:
             (g.pc for g in self.groups if g is not group and g.pc > group.pc), default=_NEVER
         )
         pc = group.pc
-        while budget > 0:
-            if meets[pc] and mask is not None and self._must_hold(group, pc):
-                group.pc, group.held = pc, True
-                return -1, budget
-            budget -= 1
-            kind, guard = kinds[pc], guards[pc]
-            if kind == ALU:
-                self.executed += 1
-                if guard is None:
-                    ops[pc](self, mask)
+        try:
+            while budget > 0:
+                if meets[pc] and mask is not None and self._must_hold(group, pc):
+                    group.pc, group.held = pc, True
+                    return -1, budget
+                budget -= 1
+                kind, guard = kinds[pc], guards[pc]
+                if kind == ALU:
+                    self.executed += 1
+                    if guard is None:
+                        ops[pc](self, mask)
+                    else:
+                        taken = regs.pred[guard[0]] ^ guard[1]
+                        inside = taken & (self.live if mask is None else mask)
+                        if inside.any():
+                            everyone = mask is None and (inside == self.live).all()
+                            ops[pc](self, None if everyone else inside)
+                    pc += 1
+                elif kind == HOST:
+                    group.pc = pc
+                    self.current = group
+                    return AT_HOST, budget
                 else:
-                    taken = regs.pred[guard[0]] ^ guard[1]
-                    inside = taken & (self.live if mask is None else mask)
-                    if inside.any():
-                        everyone = mask is None and (inside == self.live).all()
-                        ops[pc](self, None if everyone else inside)
-                pc += 1
-            elif kind == HOST:
-                group.pc = pc
-                self.current = group
-                return AT_HOST, budget
-            else:
-                self.executed += 1
-                group.pc = pc
-                self._control(group, kind, guard)
-                if group.mask.any() and group in self.groups and len(self.groups) == 1:
-                    pc = group.pc
-                    mask = None if not self.parked else group.mask
-                    continue
-                return -1, budget
-            if pc >= limit:
-                group.pc = pc
-                return -1, budget
+                    self.executed += 1
+                    group.pc = pc
+                    self._control(group, kind, guard)
+                    if group.mask.any() and group in self.groups and len(self.groups) == 1:
+                        pc = group.pc
+                        mask = None if not self.parked else group.mask
+                        continue
+                    return -1, budget
+                if pc >= limit:
+                    group.pc = pc
+                    return -1, budget
+        except SimError as error:
+            raise error.at(self, program.instrs[pc]) from None
         group.pc = pc
         return QUANTUM, 0
 
