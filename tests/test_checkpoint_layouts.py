@@ -317,3 +317,16 @@ def test_what_was_loaded_outlives_the_file(tmp_path: Path) -> None:
     assert_biases(weights, want.biases)
     assert torch.equal(extras.router_weight, torch.ones(E, H))
     assert torch.equal(extras.shared["shared_expert.up_proj.weight"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("field", ["l1_data", "l1_scale", "g13", "l2_data", "l2_scale", "g2"])
+@pytest.mark.parametrize("end", [0, -1])
+def test_the_comparison_sees_one_changed_byte(tmp_path: Path, field: str, end: int) -> None:
+    """Padding included: the last byte of the scales is one of a padding row."""
+    want = layer()
+    _, weights, _ = load_checkpoint(write(tmp_path, expert_tensors(want)), 0, config=CFG)
+    assert_holds(weights, want)
+    changed = getattr(weights, field).clone()
+    changed.view(torch.uint8).view(-1)[end] ^= 1
+    with pytest.raises(AssertionError):
+        assert_holds(dataclasses.replace(weights, **{field: changed}), want)
