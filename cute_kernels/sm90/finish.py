@@ -1,0 +1,267 @@
+"""From accumulators to memory: directly, or through fp32 partial sums when K is split over units.
+
+Register v of an accumulator: token 8 (v // 4) + 2 (lane % 4) + v % 2, packed weight row lane // 4 +
+8 (v // 2 % 2) of the warp's 16 (PTX ISA, "Accumulator fragments of wgmma.mma_async.m64nNk16").
+"""
+
+import dataclasses
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device.ptx import (
+    pack_bf16x2,
+    store_f32,
+    store_u32x2,
+    store_u32x4,
+    wait_for_previous_kernel,
+)
+from cute_kernels.sm90 import layout
+from cute_kernels.sm90.config import Sm90Config
+from cute_kernels.sm90.epilogues import StoreRows
+
+BARRIER = 1  # named barriers 1, 2: one per warpgroup of consumers
+
+
+def make_finish(gemm: Any) -> Any:
+    kind = SplitFinish if gemm.config.split_k else DirectFinish
+    return kind(gemm.epilogue, gemm.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectFinish:
+    """Registers -> shared memory (stmatrix, transposed) -> 16-byte stores along the features of a
+    row.
+
+    A warpgroup stages `epilogue_tokens` tokens x 64 features (or 32 activated ones) in its own
+    buffer; 16-byte chunk c of token t lies at chunk c ^ (t % 8) (c ^ (t / 2 % 4)): neither side has
+    bank conflicts.
+    """
+
+    epilogue: StoreRows
+    config: Sm90Config
+
+    @cute.jit
+    def __call__(
+        self,
+        n: cutlass.Constexpr,
+        accs: Any,
+        tidx: Int32,
+        args: Any,
+        epilogue_args: Any,
+        geometry: Any,
+        tile: Any,
+        staging: Int32,
+    ):
+        tokens = self.config.epilogue_tokens
+        half, thread = tidx // 128, tidx % 128
+        buffer = staging + half * (tokens * 128)
+        features = args.weight_rows // (2 // self.epilogue.values_per_pair)
+        for m in cutlass.range_constexpr(self.config.row_tiles):
+            row = (
+                tile.m * self.config.row_tiles + m
+            ) * 128 + half * 64  # packed weight row of the warpgroup
+            mine = row + thread // 32 * 16 + cute.arch.lane_idx() // 4
+            context = self.epilogue.begin(
+                epilogue_args,
+                tile.expert,
+                cutlass.min(mine, args.weight_rows - 9),
+                args.weight_rows,
+            )
+            for first in cutlass.range_constexpr(0, n, tokens):
+                count = min(tokens, n - first)
+                cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
+                self._stage(first, count, accs[m], thread, buffer, epilogue_args, context, tile)
+                cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
+                column = row // (2 // self.epilogue.values_per_pair)
+                self._store(first, count, thread, buffer, args, features, column, tile)
+
+    @cute.jit
+    def _stage(
+        self,
+        first: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        acc: Any,
+        thread: Int32,
+        buffer: Int32,
+        epilogue_args: Any,
+        context: Any,
+        tile: Any,
+    ):
+        lane, warp = cute.arch.lane_idx(), thread // 32
+        both = self.epilogue.values_per_pair == 2
+        for t16 in cutlass.range_constexpr(0, count, 16):
+            # a matrix each: packed rows 0-7 and 8-15 (or one activated) of 8 tokens, and again
+            words = []
+            for t8 in cutlass.range_constexpr(min(2, (count - t16) // 8)):
+                v = (first + t16 + 8 * t8) // 2
+                token = tile.row0 + cutlass.min(
+                    Int32(first + t16 + 8 * t8) + 2 * (lane % 4), tile.n - 1
+                )
+                after = cutlass.min(token + 1, tile.row0 + tile.n - 1)
+                a = self.epilogue.pair(epilogue_args, context, token, acc[v], acc[v + 2])
+                b = self.epilogue.pair(epilogue_args, context, after, acc[v + 1], acc[v + 3])
+                words += [pack_bf16x2(x, y) for x, y in zip(a, b)]
+            if cutlass.const_expr(both):
+                token = t16 + lane // 16 * 8 + lane % 8
+                chunk = (warp * 2 + lane // 8 % 2) ^ (token % 8)
+                address = buffer + token * 128 + chunk * 16
+            else:
+                token = t16 + lane // 8 % 2 * 8 + lane % 8
+                chunk = warp ^ (token // 2 % 4)
+                address = buffer + token * 64 + chunk * 16
+            regs = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
+            cute.arch.inline_ptx(
+                f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [{{$r0}}], {{{regs}}};",
+                read_only_args=[address, *words],
+            )
+
+    @cute.jit
+    def _store(
+        self,
+        first: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        thread: Int32,
+        buffer: Int32,
+        args: Any,
+        features: Int32,
+        column: Int32,
+        tile: Any,
+    ):
+        chunks = 4 * self.epilogue.values_per_pair  # 16-byte chunks of a token's features
+        per_pass = 128 // chunks
+        chunk = thread % chunks
+        out = args.out.toint() + (Int64(tile.row0 + first) * features + column + chunk * 8) * 2
+        for p in cutlass.range_constexpr(-(-count // per_pass)):
+            token = p * per_pass + thread // chunks
+            swizzled = chunk ^ (token % 8 if chunks == 8 else token // 2 % 4)
+            if first + token < tile.n and column + chunk * 8 < features and token < count:
+                words = cute.arch.inline_ptx(
+                    "ld.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Uint32] * 4,
+                    read_only_args=[buffer + token * (chunks * 16) + swizzled * 16],
+                )
+                store_u32x4(out + Int64(token) * features * 2, words)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitFinish:
+    """fp32 partial sums of the tile's real rows; `Combine` adds them up."""
+
+    epilogue: StoreRows
+    config: Sm90Config
+
+    @cute.jit
+    def __call__(
+        self,
+        n: cutlass.Constexpr,
+        accs: Any,
+        tidx: Int32,
+        args: Any,
+        epilogue_args: Any,
+        geometry: Any,
+        tile: Any,
+        staging: Any,
+    ):
+        half, thread, lane = tidx // 128, tidx % 128, cute.arch.lane_idx()
+        stride = Int64(padded_rows(args))
+        origin = args.partial.toint() + (Int64(tile.chunk) * args.num_rows + tile.row0) * stride * 4
+        for m in cutlass.range_constexpr(self.config.row_tiles):
+            row = (
+                (tile.m * self.config.row_tiles + m) * 128
+                + half * 64
+                + thread // 32 * 16
+                + lane // 4
+            )
+            if row < stride:
+                for v in cutlass.range_constexpr(n // 2):
+                    token = v // 4 * 8 + lane % 4 * 2 + v % 2
+                    if token < tile.n:
+                        at = origin + (token * stride + row + v // 2 % 2 * 8) * 4
+                        store_f32(at, accs[m][v])
+
+
+COMBINE_THREADS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """Second kernel of a split K: adds the chunks of every routed row in chunk order and applies
+    the epilogue. One CTA per row and 1024 weight rows; a thread takes rows r .. r + 3 and r + 8 ..
+    r + 11 (r % 16 in {0, 4})."""
+
+    epilogue: StoreRows
+
+    @cute.jit
+    def launch(self, args: Any, epilogue_args: Any, name: cutlass.Constexpr, stream: Any):
+        columns = (args.weight_rows // 8 + (COMBINE_THREADS - 1)) // COMBINE_THREADS
+        self.kernel.set_name_prefix(name)
+        self.kernel(args, epilogue_args).launch(
+            grid=[args.num_rows, columns, 1],
+            block=[COMBINE_THREADS, 1, 1],
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, args: Any, epilogue_args: Any):
+        tidx, _, _ = cute.arch.thread_idx()
+        token, column, _ = cute.arch.block_idx()
+        expert = self._expert_of(token, args)
+        group = column * COMBINE_THREADS + tidx
+        row = group // 2 * 16 + group % 2 * 4
+        wait_for_previous_kernel()
+        if row < args.weight_rows and expert < args.num_experts:
+            self._sum(args, epilogue_args, expert, token, row)
+
+    @cute.jit
+    def _expert_of(self, token: Int32, args: Any):
+        """How many experts end at or before this row: a warp looks at 32 at a time."""
+        lane, expert = cute.arch.lane_idx(), Int32(0)
+        for first in cutlass.range(0, args.num_experts, 32, unroll=1):
+            ended = cutlass.Boolean(False)
+            if first + lane < args.num_experts:
+                ended = args.offsets[first + lane + 1] <= token
+            expert += cute.arch.popc(cute.arch.vote_ballot_sync(ended))
+        return expert
+
+    @cute.jit
+    def _sum(self, args: Any, epilogue_args: Any, expert: Int32, token: Int32, row: Int32):
+        stride = Int64(padded_rows(args)) * 4
+        at = args.partial.toint() + Int64(token) * stride + row * 4
+        sums = [Float32(0.0) for _ in range(8)]
+        for _ in cutlass.range(num_chunks(args), unroll=4):
+            values = load_f32x4(at) + load_f32x4(at + 32)
+            sums = [s + v for s, v in zip(sums, values)]
+            at += args.num_rows * stride
+        outs = []
+        for i in cutlass.range_constexpr(4):
+            context = self.epilogue.begin(epilogue_args, expert, row + i, args.weight_rows)
+            outs.append(self.epilogue.pair(epilogue_args, context, token, sums[i], sums[4 + i]))
+        per_pair = self.epilogue.values_per_pair
+        out = args.out.toint() + Int64(token) * (args.weight_rows // (2 // per_pair)) * 2
+        for j in cutlass.range_constexpr(per_pair):
+            column = row + 8 * j if per_pair == 2 else row // 16 * 8 + row % 16
+            words = [pack_bf16x2(outs[i][j], outs[i + 1][j]) for i in (0, 2)]
+            store_u32x2(out + column * 2, words)
+
+
+def padded_rows(args: Any) -> Int32:
+    """Weight rows as packed: floats of a row of partial sums."""
+    return (args.weight_rows + (layout.TILE_ROWS - 1)) // layout.TILE_ROWS * layout.TILE_ROWS
+
+
+def num_chunks(args: Any) -> Int32:
+    """Chunks of chunk_steps * 128 k."""
+    steps = (args.k + (layout.TILE_K - 1)) // layout.TILE_K
+    return (steps + args.chunk_steps - 1) // args.chunk_steps
+
+
+def load_f32x4(address: Int64) -> tuple[Float32, ...]:
+    return cute.arch.inline_ptx(
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )

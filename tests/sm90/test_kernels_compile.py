@@ -1,0 +1,113 @@
+"""Every SM90 kernel compiles for sm_90a without a GPU, and the generated code is what the design
+counts on."""
+
+import dataclasses
+import re
+import struct
+
+import pytest
+
+from cute_kernels import compile as compiler
+from cute_kernels import toolchain
+from cute_kernels.activations import ReLU2, SwiGLU
+from cute_kernels.sm90 import config as configs
+
+pytestmark = pytest.mark.skipif(
+    not toolchain.check_compiler(toolchain.installed()), reason="needs the CuTe DSL 4.8.1"
+)
+
+# opcodes of sm_90 SASS: the low 12 bits of an instruction of 16 bytes
+HGMMA, WARPGROUP, LDL, STL = 0xDF0, 0x9C5, 0x983, 0x387
+CONFIGS = (configs.DECODE, configs.MIDDLE, configs.PREFILL)
+
+
+def gemm(config: configs.Sm90Config, epilogue: str = "store") -> object:
+    from cute_kernels.sm90.epilogues import Activate, StoreRows
+    from cute_kernels.sm90.grouped_gemm import Sm90GroupedGemm
+
+    made = {
+        "store": StoreRows(),
+        "store+": StoreRows(row_scale=True, bias=True),
+        "swiglu": Activate(activation=SwiGLU(limit=10.0)),
+        "relu2": Activate(activation=ReLU2()),
+    }
+    return Sm90GroupedGemm(made[epilogue], config)
+
+
+def opcodes(cubin: bytes) -> list[int]:
+    """Opcode of every instruction in the .text sections of an ELF64 file."""
+    start, size, count, names = (
+        *struct.unpack_from("<Q", cubin, 0x28),
+        *struct.unpack_from("<HHH", cubin, 0x3A),
+    )
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    strings = sections[names][4]
+    found = []
+    for name, _, _, _, offset, length in sections:
+        if cubin[strings + name :].startswith(b".text."):
+            found += [
+                struct.unpack_from("<H", cubin, offset + i)[0] & 0xFFF for i in range(0, length, 16)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+@pytest.mark.parametrize("epilogue", ["store", "swiglu"])
+def test_code(config: configs.Sm90Config, epilogue: str) -> None:
+    dump = compiler.dump(gemm(config, epilogue), "sm_90a")
+    for n in config.token_sizes:
+        # A from registers: the second operand is a list of four, not a descriptor
+        kind = rf"wgmma\.mma_async\.sync\.aligned\.m64n{n}k16\.f32\.bf16\.bf16 "
+        operands = r"\{[^}]*\}, \{(%r\d+,? ?){4}\}"
+        assert re.search(kind + operands, dump.ptx), f"no wgmma of N {n} with A from registers"
+    assert f".entry sm90_w4a16_{config.name}_{epilogue}" in dump.ptx.replace(".visible ", "")
+    assert ".reqntid 384" in dump.ptx and f".minnctapersm {config.ctas_per_sm}" in dump.ptx
+    assert (
+        "cp.async.bulk.shared::cluster.global" in dump.ptx and "cp.async.bulk.tensor.2d" in dump.ptx
+    )
+    code = opcodes(dump.cubin)
+    blocks = 2 * config.row_tiles
+    sizes = len(config.token_sizes)
+    assert code.count(HGMMA) == sizes * blocks * 4
+    # one arrive per group, one wait per block and one per step: more means that ptxas has
+    # serialised the wgmma
+    groups = blocks * (4 if config.burst == 1 else 1)
+    assert code.count(WARPGROUP) == sizes * (groups + blocks + 1)
+    assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"
+
+
+@pytest.mark.parametrize("epilogue", ["store+", "relu2"])
+def test_other_epilogues_compile(epilogue: str) -> None:
+    code = opcodes(compiler.dump(gemm(configs.DECODE, epilogue), "sm_90a").cubin)
+    assert code.count(HGMMA) == 48 and code.count(STL) == 0
+
+
+def test_too_many_registers_would_be_seen() -> None:
+    """Meta-test: 64 tokens x 256 rows do not fit 104 registers; the counts above tell."""
+    greedy = dataclasses.replace(configs.DECODE, name="greedy", token_sizes=(64,), num_stages=3)
+    code = opcodes(compiler.dump(gemm(greedy), "sm_90a").cubin)
+    assert code.count(WARPGROUP) > 21 or code.count(STL) > 0
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+def test_shared_memory_fits(config: configs.Sm90Config) -> None:
+    assert config.ctas_per_sm * (config.smem_bytes + 1024) <= configs.SMEM_SM
+
+
+def test_config_refuses_what_cannot_launch() -> None:
+    with pytest.raises(ValueError, match="launch would fail"):
+        dataclasses.replace(configs.PREFILL, num_stages=7)
+    with pytest.raises(ValueError, match="multiples of 8"):
+        dataclasses.replace(configs.DECODE, token_sizes=(8, 12))
+    with pytest.raises(ValueError, match="box_rows"):
+        dataclasses.replace(configs.DECODE, box_rows=12)
+
+
+def test_chunks_depend_on_k_alone() -> None:
+    assert configs.chunk_steps(7168, configs.DECODE) == 8
+    assert configs.chunk_steps(3072, configs.DECODE) == 8
+    assert configs.chunk_steps(2880, configs.DECODE) == 8
+    assert configs.chunk_steps(7168, configs.PREFILL) == 56
+    assert configs.choose_config(6, 48) is configs.DECODE
+    assert configs.choose_config(384, 48) is configs.MIDDLE
+    assert configs.choose_config(24576, 48) is configs.PREFILL
