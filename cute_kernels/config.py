@@ -88,3 +88,14 @@ class GemmConfig:
     @property
     def name(self) -> str:
         return f"{128 * self.ctas}x{self.tile_n}x{self.tile_k}_c{self.cluster}"
+
+
+def choose_config(rows: int, experts: int, n: int) -> GemmConfig:
+    """Configuration for ``rows`` routed rows over ``experts`` and ``n`` output columns.
+
+    Sizes only, never the routing: with more than 128 rows an expert on average a CTA pair shares
+    the weights of a tile, below that half of its rows would be padding.
+    """
+    if rows > 128 * experts:
+        return GemmConfig(2, 256 if n >= 256 else 128)
+    return GemmConfig(1, 128 if n > 64 else 64)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from cute_kernels.gemm_ops import simulator_available, sm100_available
 from moe.experts import find_grouped_mm
 
 
@@ -29,9 +30,9 @@ def backend_status(device: torch.device | str | None = None) -> list[BackendStat
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.device(device)
     return [
-        BackendStatus("sm100", False, _NOT_YET),
+        BackendStatus("sm100", *sm100_available(where)),
         BackendStatus("sm90", False, _NOT_YET),
-        BackendStatus("sim", False, _NOT_YET),
+        BackendStatus("sim", *simulator_available(where)),
         _torch_status(where),
         BackendStatus("reference", True, "any device; fp64 sums, slow: the specification"),
     ]
@@ -49,14 +50,15 @@ def _torch_status(where: torch.device) -> BackendStatus:
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Resolve "auto" to the first usable backend for ``device``; another name -> itself, if usable.
+    """Resolve "auto" to the first usable backend for ``device`` (never the slow simulator); another
+    name -> itself, if usable.
 
     Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run
     here.
     """
     status = {s.name: s for s in backend_status(device)}
     if name == "auto":
-        return next(s.name for s in status.values() if s.usable)
+        return next(s.name for s in status.values() if s.usable and s.name != "sim")
     if name not in status:
         raise ValueError(f"backend must be 'auto' or one of {BACKENDS}, got {name!r}")
     if not status[name].usable:

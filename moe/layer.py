@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from cute_kernels import nvfp4
 from cute_kernels.activations import BUILT_IN, Activation
+from cute_kernels.gemm_ops import start_simulator
 from moe import reference
 from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.experts import Numerics, run_torch, scratch_buffers
+from moe.kernels import KERNEL_BACKENDS, run_kernels
 from moe.plan import check_routing
 from moe.router import route, router_logits
 from moe.weights import ExpertWeights
@@ -96,6 +98,13 @@ class MoE(nn.Module):
                 "deterministic=False is not offered: every backend here is deterministic"
             )
         self.backend = choose_backend(backend, weights.device)
+        if self.backend in KERNEL_BACKENDS and activations != "nvfp4":
+            raise ValueError(
+                f"backend {self.backend!r} multiplies NVFP4 by NVFP4: activations must be 'nvfp4', "
+                f"got {activations!r}"
+            )
+        if self.backend == "sim":
+            start_simulator()
         self.shared = shared
         self.workspace = workspace
         self.first_expert = weights.first_expert
@@ -208,15 +217,17 @@ class MoE(nn.Module):
             return reference.experts(
                 x, ids, weights, self.cfg, self.weights, *numerics, shared=shared
             ).y
+        if self.backend in KERNEL_BACKENDS:
+            return run_kernels(x, ids, weights, self.cfg, self.weights, self.numerics, shared)
         return run_torch(
             x, ids, weights, self.cfg, self.weights, self.numerics, shared, self.workspace
         )
 
     def plan_memory(self, max_tokens: int) -> int:
         """Bytes of scratch that a call with up to ``max_tokens`` tokens takes: the size of a
-        `Workspace`.
+        `Workspace`. 0 for backends that take nothing from one.
         """
-        if self.backend == "reference":
+        if self.backend != "torch":
             return 0
         return total_bytes(scratch_buffers(max_tokens, self.cfg, self.weights))
 

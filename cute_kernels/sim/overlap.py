@@ -53,11 +53,11 @@ class Overlap:
 
     def _hide(self) -> None:
         if self._old:
-            self._memory.refresh(scan=True)
+            self._memory.refresh()
         for view, before, after in self._old:
             # freed since, or written by the host: not the predecessor's work any more
             address = view.ctypes.data
-            if not self._memory.contains(address, len(view)) or not np.array_equal(view, after):
+            if not self._memory.search(address, len(view)) or not np.array_equal(view, after):
                 continue
             where = np.flatnonzero(view != before)
             if len(where):

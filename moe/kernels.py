@@ -1,0 +1,98 @@
+"""The backends "sm100" and "sim": the layer on the SM100 kernels, on a GPU or in the simulator.
+
+x, plan -> quantised rows -> L1 with activation and quantiser (static gh), or L1, activation,
+quantiser apart (one outer scale per row) -> L2 -> combine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels import ops
+from cute_kernels.gemm_ops import (
+    HiddenScales,
+    Rows,
+    Weights,
+    grouped_gemm,
+    grouped_gemm_act_quant,
+    kernels_on,
+)
+from cute_kernels.torch_math import TORCH_MATH
+from moe.config import MoEConfig
+from moe.experts import Numerics, row_expert
+from moe.plan import RoutingPlan
+from moe.reference import input_scale
+from moe.weights import ExpertWeights
+
+KERNEL_BACKENDS = ("sm100", "sim")
+
+
+def run_kernels(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    cfg: MoEConfig,
+    weights: ExpertWeights,
+    numerics: Numerics,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """x (T, H), ids and weights (T, K) -> y (T, H) in the dtype of x."""
+    given = input_scale(x, topk_ids, cfg, weights, numerics.activation_scale)
+    assert isinstance(given, str | Tensor)  # never a float: see input_scale
+    mix = topk_weights.float()
+    on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
+    with kernels_on(x.device):
+        plan = RoutingPlan(
+            *ops.sort_routes(
+                topk_ids, mix, cfg.num_experts, weights.first_expert, weights.num_experts
+            )
+        )
+        offsets = plan.expert_offsets
+        data, scale, gx = ops.quantize_rows(x, offsets, plan.row_token, given, on_input)
+        rows = Rows(data, scale, plan.row_token)
+        if weights.gh is not None:
+            o = _static(rows, gx, plan, cfg, weights)
+        else:
+            o = _dynamic(rows, gx, plan, cfg, weights)
+        factors = torch.ones_like(mix) if cfg.weight_on_input else mix
+        return ops.combine(o, plan.token_rows, factors, shared, x.dtype)
+
+
+def _static(
+    rows: Rows, gx: Tensor, plan: RoutingPlan, cfg: MoEConfig, weights: ExpertWeights
+) -> Tensor:
+    """Two GEMMs; h leaves the first one as NVFP4."""
+    assert weights.gh is not None
+    w13, w2 = _weights(weights)
+    scales = HiddenScales(weights.g13, gx, weights.gh)
+    h = grouped_gemm_act_quant(rows, w13, plan.expert_offsets, cfg.activation, scales, weights.b13)
+    alpha = weights.gh * weights.g2
+    return grouped_gemm(h, w2, plan.expert_offsets, alpha, bias=weights.b2)
+
+
+def _dynamic(
+    rows: Rows, gx: Tensor, plan: RoutingPlan, cfg: MoEConfig, weights: ExpertWeights
+) -> Tensor:
+    """The outer scale of a row of h needs the whole row, which no tile has: accumulators go through
+    memory.
+    """
+    w13, w2 = _weights(weights)
+    one = torch.ones_like(weights.g2)
+    acc = grouped_gemm(rows, w13, plan.expert_offsets, one, out_dtype=torch.float32)
+    token, expert = plan.row_token.clamp(min=0).long(), row_expert(plan)
+    parts, step = [], cfg.projections
+    for p in range(step):
+        part = acc[:, p::step] * (gx[token] * weights.g13[expert, p]).unsqueeze(-1)
+        parts.append(part if weights.b13 is None else part + weights.b13[expert, p::step])
+    h = cfg.activation(TORCH_MATH, parts[0], parts[1] if step == 2 else None)  # (R, I)
+    data, scale, gh = ops.quantize_rows(h, plan.expert_offsets)
+    hq = Rows(data, scale)
+    return grouped_gemm(hq, w2, plan.expert_offsets, weights.g2, row_scale=gh, bias=weights.b2)
+
+
+def _weights(weights: ExpertWeights) -> tuple[Weights, Weights]:
+    return (
+        Weights(weights.l1_data, weights.l1_scale),
+        Weights(weights.l2_data, weights.l2_scale),
+    )
