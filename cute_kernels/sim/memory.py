@@ -123,8 +123,11 @@ class GlobalMemory:
         if self._owned.pop(address, None) is not None:
             self.refresh()
 
-    def refresh(self) -> None:
-        """Drops the ranges of tensors that have died."""
+    def refresh(self, scan: bool = False) -> None:
+        """Drops the ranges of tensors that have died; with `scan`, finds every live one."""
+        if scan:
+            for generation in range(3):
+                self._tensors.scan(generation)
         self.ranges = _merge(
             [*self._tensors.live(), *((a, a + n) for a, (n, _) in self._owned.items())]
         )

@@ -33,6 +33,8 @@ class Overlap:
         """Before a launch. `late`: it has the programmatic attribute, and the schedule says that
         what its predecessor wrote comes late."""
         triggers = any(i.base == "griddepcontrol" and "launch_dependents" in i.mods for i in instrs)
+        if triggers:
+            self._memory.refresh(scan=True)
         self._next = self._snapshot(params) if triggers else []
         if late:
             self._hide()

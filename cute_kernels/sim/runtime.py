@@ -83,6 +83,11 @@ class Runtime:
         for i, entry in enumerate(self._entries):
             shim.nvfp4_sim_set(ctypes.c_int(i), entry)
 
+    def disconnect(self, shim: ctypes.CDLL) -> None:
+        """Takes the callbacks back: a launch outside of a simulator is an error, not a jump to nowhere."""
+        for i in range(len(self._entries)):
+            shim.nvfp4_sim_set(ctypes.c_int(i), None)
+
     def _guard(self, name: str) -> Callable[..., int]:
         answer: Callable[..., int | None] = getattr(self, name.lstrip("_"))
 

@@ -116,6 +116,7 @@ class Simulator:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         Simulator.active = None
+        self.runtime.disconnect(preparation().library)
         self._ask_device_count()
         if self.runtime.error is not None:
             # the host code saw a CUDA error, and may have raised its own: this is the cause
