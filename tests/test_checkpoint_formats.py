@@ -144,6 +144,21 @@ def test_mxfp4_of_zeros_and_of_tiny_values(tmp_path: Path) -> None:
     assert np.abs(decoded(loaded, 2)["gate"]).max() < 2.0**-108
 
 
+def test_mxfp4_blocks_of_zeros_have_no_say_in_the_range(tmp_path: Path) -> None:
+    """+0 and -0 under the largest and the smallest scale: the others stay exact, the sign stays."""
+    weights = mx_weights()
+    codes, scale = weights["up"]
+    for row, (byte, exponent) in enumerate(((0x00, 254), (0x88, 254), (0x80, 0), (0x08, 0))):
+        codes[:, row, 16:32] = byte
+        scale[:, row, 1] = exponent
+    write(tmp_path, deepseek(weights), DEEPSEEK)
+    _, loaded, extras = load_checkpoint(tmp_path, 2)
+    assert extras.report.inexact == ()
+    for e in range(E):
+        got, want = decoded(loaded, e)["up"], mx_values(codes[e], scale[e])
+        assert np.array_equal(got, want) and np.array_equal(np.signbit(got), np.signbit(want))
+
+
 def test_mxfp4_scale_that_is_nan(tmp_path: Path) -> None:
     weights = mx_weights()
     weights["down"][1][2, 7, 1] = 0xFF

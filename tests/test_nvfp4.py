@@ -209,6 +209,27 @@ def test_the_two_forms_differ_where_the_reciprocal_rounds() -> None:
     assert 1e-5 < share < 3e-3
 
 
+def test_block_scales_at_a_tie_round_as_the_form_says() -> None:
+    """amax around the midpoints of block scales, where amax * (1 / 6g) and amax / 6g may fall on
+    different sides: bytes of both forms, and some of them differ."""
+    grid = np.arange(8, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(F32)
+    middle = (grid[:-1] + grid[1:]) / 2
+    differing = 0
+    for g in (F32(0.01), F32(0.003), F32(0.7)):
+        near = (middle * (F32(6.0) * g)).astype(F32).view(np.int32)
+        amax = np.concatenate([(near + ulp).view(F32) for ulp in (-1, 0, 1)])
+        x = np.zeros((amax.size, 16), F32)
+        x[:, 3] = amax
+        scales = []
+        for exact in (False, True):
+            q = nvfp4.quantize(torch.from_numpy(x), float(g), exact_division=exact)
+            _, want = numpy_quantize(x, np.full(amax.size, g), exact)
+            assert_bytes_equal(q.scale.view(torch.uint8), torch.from_numpy(want))
+            scales.append(want)
+        differing += int((scales[0] != scales[1]).sum())
+    assert differing > 10
+
+
 def test_elements_are_divided_by_the_rounded_scale() -> None:
     """amax 1.1 with g = 1: the scale 0.18333 rounds to 0.1875 and 1.1 / 0.1875 = 5.87 -> 6; an
     element 0.93 is 4.96 of the rounded scale (-> 4) and 5.07 of the unrounded one (-> 6)."""
