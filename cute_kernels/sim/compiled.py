@@ -51,7 +51,9 @@ class CompiledWarp:
         code, context, checks_on = self.code, self.context, self.sim.checks
         self.registers[code.first :] = code.fixed
         for row, name in code.specials:
-            self.registers[row] = np.asarray(self.launch.special(self, name), np.int64).view(np.uint64)
+            self.registers[row] = np.asarray(self.launch.special(self, name), np.int64).view(
+                np.uint64
+            )
         for row, name in code.symbols:
             self.registers[row] = self.launch.symbol(self, name)
         ctas = self.cta.cluster.ctas
@@ -66,7 +68,13 @@ class CompiledWarp:
         )
         for rank, cta in enumerate(ctas):
             at, shared = m.TABLE + m.ROW * rank, cta.shared
-            arrays = (shared.data, shared.init, shared.writer, shared.async_reads, shared.async_writes)
+            arrays = (
+                shared.data,
+                shared.init,
+                shared.writer,
+                shared.async_reads,
+                shared.async_writes,
+            )
             context[at : at + 5] = [a.ctypes.data for a in arrays]
         self._ready = True
 

@@ -5,6 +5,7 @@ diverged meet again by themselves. An instruction that names lanes (`.sync`, `.a
 that are alive stand at it.
 """
 
+# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 from cute_kernels.sim.core_bits import bits_of_f64, jit, low_mask
@@ -408,4 +409,4 @@ def run(code, vec, regs, pcs, ranges, ctx, scratch, quantum):
                 reselect = True
 
 
-__all__ = ["run", "F32_FORMAT", "UE8M0_FORMAT"]
+__all__ = ["F32_FORMAT", "UE8M0_FORMAT", "run"]

@@ -4,6 +4,7 @@ The core keeps every 64-bit value as int64 (numba turns int64 mixed with uint64 
 needs an unsigned view of the bits is an LLVM instruction here.
 """
 
+# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import hashlib
@@ -20,7 +21,6 @@ from numba.extending import intrinsic
 I64, F32, F64 = types.int64, types.float32, types.float64
 _I8, _I32, _I64, _I128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
 _FLOAT, _DOUBLE = ir.FloatType(), ir.DoubleType()
-
 
 
 def _fingerprint() -> str:

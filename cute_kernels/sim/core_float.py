@@ -5,6 +5,7 @@ div, sqrt) are computed in double precision and rounded once: correctly rounded 
 rounding, which a GPU is not (simulator.md gives the measured differences).
 """
 
+# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import math
@@ -65,7 +66,6 @@ def round_to(bits, fmt, mode, satfinite):
     largest = FORMATS[fmt, _LARGEST]
     if exponent == 0x7FF:
         code = largest + 1
-        exact = False
     else:
         if exponent == 0:
             e = -1022
@@ -93,10 +93,13 @@ def round_to(bits, fmt, mode, satfinite):
             kept += 1
         code = ((max(e, low) - low) << mantissa_bits) + kept
     if code > largest:
-        if satfinite or FORMATS[fmt, _INFINITY] < 0:
-            code = largest
-        elif (exponent != 0x7FF) and (
-            mode == RZ or (mode == RM and sign == 0) or (mode == RP and sign == 1)
+        if (
+            satfinite
+            or FORMATS[fmt, _INFINITY] < 0
+            or (
+                (exponent != 0x7FF)
+                and (mode == RZ or (mode == RM and sign == 0) or (mode == RP and sign == 1))
+            )
         ):
             code = largest
         else:

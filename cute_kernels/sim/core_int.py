@@ -4,6 +4,7 @@
 are cut to the destination by the caller.
 """
 
+# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import math

@@ -1,14 +1,12 @@
 """Instructions in which lanes see each other, in the compiled core."""
 
+# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 from cute_kernels.sim.core_bits import jit, low_mask, sign_extend, ult
 from cute_kernels.sim.core_float import ABSOLUTE, MAX, MIN, minmax32
 from cute_kernels.sim.core_memory import (
-    A,
-    B,
     BITS,
-    C,
     CUT,
     DST,
     DST2,
@@ -16,6 +14,9 @@ from cute_kernels.sim.core_memory import (
     MODE,
     OP,
     SIGNED,
+    A,
+    B,
+    C,
 )
 
 # operations

@@ -5,6 +5,7 @@ memory is read and written through its addresses; every access is checked agains
 window, or the stack frame first, for all lanes, so that a faulting instruction has done nothing yet.
 """
 
+# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import numpy as np
@@ -38,7 +39,9 @@ CONTEXT_SIZE = TABLE + 16 * ROW
 # bits of ctx[CHECKS]
 CHECK_INIT, CHECK_RACE, CHECK_OVERWRITE = 1, 2, 4
 # faults
-NO_RANK, WINDOW_END, MISALIGNED, NO_RANGE, STACK_END, FRESH, RACE, OVERWRITE, ENDED_CTA = range(1, 10)
+NO_RANK, WINDOW_END, MISALIGNED, NO_RANGE, STACK_END, FRESH, RACE, OVERWRITE, ENDED_CTA = range(
+    1, 10
+)
 NOT_MEMBER = 10
 # spaces
 GENERIC, SHARED, GLOBAL, LOCAL_SPACE = range(4)

@@ -406,7 +406,7 @@ def build_setp(code: Code, instr: Instr, row: np.ndarray) -> None:
 
 
 def build_set(code: Code, instr: Instr, row: np.ndarray) -> None:
-    out, t = (mod for mod in instr.mods if mod in BITS)
+    out, _ = (mod for mod in instr.mods if mod in BITS)
     if out not in ("u32", "s32", "f32", "b32"):
         raise UnsupportedInstruction(f"{instr.opcode} is not modelled")
     build_setp(code, instr, row)

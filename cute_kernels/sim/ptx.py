@@ -308,7 +308,9 @@ def _parse_variable(line: int, text: str) -> Variable:
     pointer_free = re.sub(r"\.(?:ptr|align\s+\d+|global|const|shared|local|generic|attribute\([^)]*\))(?![\w])",
                           " ", rest)  # fmt: skip
     head, _, init = pointer_free.partition("=")
-    declared = re.match(rf"\s*(?:\.(v2|v4)\s+)?\.(\w+)\s+({_NAME})\s*((?:\[[^\]]*\])*)\s*$", head, re.S)
+    declared = re.match(
+        rf"\s*(?:\.(v2|v4)\s+)?\.(\w+)\s+({_NAME})\s*((?:\[[^\]]*\])*)\s*$", head, re.S
+    )
     if declared is None:
         raise PtxError(f"line {line}: cannot read the declaration {text[:80]!r}")
     vector, kind, name, dims = declared.groups()
@@ -323,14 +325,18 @@ def _parse_variable(line: int, text: str) -> Variable:
     data = _initializer(line, kind, init) if init.strip() else None
     if unsized and data is not None:
         size = len(data)
-    return Variable(name, space, int(align.group(1)) if align else unit, size, data, "extern" in linkage)
+    return Variable(
+        name, space, int(align.group(1)) if align else unit, size, data, "extern" in linkage
+    )
 
 
 def _initializer(line: int, kind: str, text: str) -> bytes:
     out = bytearray()
     for item in _split(text.strip().strip("{}").replace("{", "").replace("}", "")):
         if not _INT.match(item) and not re.match(r"0[fFdD][0-9a-fA-F]+$", item):
-            raise PtxError(f"line {line}: initialiser {item!r} is not a literal (address constants are unsupported)")
+            raise PtxError(
+                f"line {line}: initialiser {item!r} is not a literal (address constants are unsupported)"
+            )
         bits = _literal(item, line)
         out += (bits & ((1 << 8 * TYPE_BYTES[kind]) - 1)).to_bytes(TYPE_BYTES[kind], "little")
     return bytes(out)
@@ -385,7 +391,9 @@ class _FunctionParser:
         width, kind, names = match.groups()
         for name in _split(names):
             if width:
-                parts = {f"{name}.{c}": self._new(f"{name}.{c}", kind) for c in "xyzw"[: int(width)]}
+                parts = {
+                    f"{name}.{c}": self._new(f"{name}.{c}", kind) for c in "xyzw"[: int(width)]
+                }
                 self.scope.regs.update(parts)
                 self.scope.vectors[name] = Vec(tuple(parts.values()))
                 continue
@@ -535,7 +543,9 @@ def _parse_signature(line: int, text: str) -> Function:
     match = _FUNC.match(text)
     assert match is not None
     _, kind, rest = match.groups()
-    header = re.match(rf"(\([^)]*\)\s*)?({_NAME})\s*(\((?:[^()]|\([^)]*\))*\))?\s*(.*)$", rest, re.S)
+    header = re.match(
+        rf"(\([^)]*\)\s*)?({_NAME})\s*(\((?:[^()]|\([^)]*\))*\))?\s*(.*)$", rest, re.S
+    )
     if header is None:
         raise PtxError(f"line {line}: cannot read the function header {text[:80]!r}")
     returns, name, params, attributes = header.groups()

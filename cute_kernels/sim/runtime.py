@@ -171,9 +171,7 @@ class Runtime:
             )
         image = _image(self.handles.libraries[library - 1])
         grid, block = (gx, gy, gz), (bx, by, bz)
-        self.on_launch(
-            LaunchRequest(image, name, grid, block, cluster, smem, params, programmatic)
-        )
+        self.on_launch(LaunchRequest(image, name, grid, block, cluster, smem, params, programmatic))
         return None
 
 

@@ -20,6 +20,7 @@ from cute_kernels.sim.memory import GlobalMemory, raw_view
 from cute_kernels.sim.overlap import Overlap
 from cute_kernels.sim.ptx import Function, Module, Variable
 from cute_kernels.sim.runtime import LaunchRequest, Runtime
+from cute_kernels.sim.saved import SavedLaunch, capture
 from cute_kernels.sim.scheduler import Policy, Scheduler
 from cute_kernels.sim.tensormap import MapCache
 from cute_kernels.sim.trace import Trace
@@ -64,6 +65,8 @@ class Simulator:
     resident  clusters that run at the same time
     core      what executes the warps: "compiled" (needs numba), "numpy" (slower, needs nothing), or
               "auto": compiled where numba is installed
+    record    True keeps what every launch was given in ``requests`` (`saved.SavedLaunch`, to be saved and
+              run again by `python -m cute_kernels.sim`)
 
     A fault raises a `SimError` that names kernel, CTA, warp and PTX line, out of the call that
     launched.
@@ -81,6 +84,7 @@ class Simulator:
         trace: bool = False,
         resident: int = 4,
         core: str = "auto",
+        record: bool = False,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
@@ -93,7 +97,7 @@ class Simulator:
         self.max_resident = resident
         self.launches: list[LaunchResult] = []
         self.requests: list[SavedLaunch] = []
-        self.record = False
+        self.record = record
         self.policy = Policy(schedule, seed)
         self.global_memory = GlobalMemory(preparation().tensors)
         self.overlap = Overlap(self.global_memory)
@@ -129,9 +133,18 @@ class Simulator:
             raise RuntimeError(
                 f"kernel {request.name} is not in its PTX, which has {sorted(module.functions)}"
             )
-        self._module = module
         params = read_params(function, request.params)
-        self.run(function, params, request)
+        if self.record:
+            saved = capture(self.global_memory, module, request.name, params, request)
+            self.requests.append(saved)
+        self.run_module(module, function, params, request)
+
+    def run_module(
+        self, module: Module, function: Function, params: bytes, shape: Any
+    ) -> LaunchResult:
+        """`run` for a function with variables at module scope."""
+        self._module = module
+        return self.run(function, params, shape)
 
     def warps(self, function: Function) -> Callable[[Any, int, int], Any]:
         """Maker of the warps of a kernel, (cta, warp id, lanes) -> warp, on the core in use."""
@@ -181,20 +194,6 @@ class Simulator:
         )
         self.launches.append(result)
         return result
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedLaunch:
-    """A launch with the global memory it reads: enough to run it again from a file."""
-
-    ptx: str
-    name: str
-    params: bytes
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    smem_bytes: int
-    memory: dict[int, np.ndarray]
 
 
 def _answer_device_count() -> Callable[[], None]:

@@ -124,7 +124,9 @@ def nearest_f32(value: Fraction) -> np.float32:
     return min(ties, key=lambda c: int(c.view(np.uint32)) & 1)
 
 
-MODERATE = st.integers(0, 2**32 - 1).map(lambda b: b & 0x8FFFFFFF | 0x38000000)  # about 2^-15 .. 2^17
+MODERATE = st.integers(0, 2**32 - 1).map(
+    lambda b: b & 0x8FFFFFFF | 0x38000000
+)  # about 2^-15 .. 2^17
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -242,7 +244,9 @@ E2M1_BODY = (
 
 @pytest.mark.parametrize("core", CORES)
 def test_e2m1_around_every_tie(core: str) -> None:
-    table = np.array([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7], np.float32)
+    table = np.array(
+        [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7], np.float32
+    )
     beside = [np.nextafter(table, np.float32(d)) for d in (-np.inf, np.inf)]
     x = np.concatenate([table, *beside])
     x = np.concatenate([x, -x, np.array([np.nan, np.inf, -np.inf, -0.0, 1e-40], np.float32)])

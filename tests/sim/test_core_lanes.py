@@ -96,9 +96,13 @@ def test_redux(core: str) -> None:
         assert set(got.tolist()) == {expected}, form
     with_nan = x.copy()
     with_nan[3] = np.nan
-    got = evaluate(core, f"redux.sync.max.f32 %d, %a0, {ALL};", [with_nan.view(np.uint32)], np.float32)
+    got = evaluate(
+        core, f"redux.sync.max.f32 %d, %a0, {ALL};", [with_nan.view(np.uint32)], np.float32
+    )
     assert set(got.tolist()) == {3.0}
-    got = evaluate(core, f"redux.sync.max.NaN.f32 %d, %a0, {ALL};", [with_nan.view(np.uint32)], np.float32)
+    got = evaluate(
+        core, f"redux.sync.max.NaN.f32 %d, %a0, {ALL};", [with_nan.view(np.uint32)], np.float32
+    )
     assert np.isnan(got).all()
 
 

@@ -39,7 +39,13 @@ def run(core: str, body: str, tensors: list[torch.Tensor], shared: int = 0, **op
 @pytest.mark.parametrize("core", CORES)
 def test_vectors_of_every_width(core: str) -> None:
     source = torch.arange(32 * 16, dtype=torch.int32)
-    for count, kind, size in ((2, "b32", 8), (4, "b32", 16), (2, "b64", 16), (4, "b16", 8), (8, "b32", 32)):
+    for count, kind, size in (
+        (2, "b32", 8),
+        (4, "b32", 16),
+        (2, "b64", 16),
+        (4, "b16", 8),
+        (8, "b32", 32),
+    ):
         prefix = {"b32": "%r", "b64": "%rd", "b16": "%h"}[kind]
         first = 1 if kind != "b64" else 20
         items = ", ".join(f"{prefix}{first + i}" for i in range(count))
@@ -138,9 +144,7 @@ def test_atomics(core: str, space: str) -> None:
         got = torch.full((2,), 77, dtype=torch.int32)
         setup = "mov.b64 %rd1, %rd10;"
         if space == "shared":
-            setup = (
-                "mov.b64 %rd1, buffer; ld.global.b32 %r9, [%rd10]; st.shared.b32 [%rd1], %r9;"
-            )
+            setup = "mov.b64 %rd1, buffer; ld.global.b32 %r9, [%rd10]; st.shared.b32 [%rd1], %r9;"
         body = (
             f"{setup} mov.b32 %r1, {operand}; atom.{space}.{op}.{t} %r2, [%rd1], %r1;"
             f"ld.{space}.b32 %r3, [%rd1]; st.global.b32 [%rd11], %r2; st.global.b32 [%rd11+4], %r3;"

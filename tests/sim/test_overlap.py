@@ -22,6 +22,8 @@ class Memory:
         lo = self.array.ctypes.data
         return self.live and lo <= address and address + size <= lo + len(self.array)
 
+    search = contains
+
     def range_of(self, address: int, size: int) -> tuple[int, int]:
         lo = self.array.ctypes.data
         return lo, lo + len(self.array)

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels.sim import ptx
-from cute_kernels.sim.ptx import Addr, Imm, Not, Pair, PtxError, Reg, Sink, Special, Sym, TensorAddr, Vec
+from cute_kernels.sim.ptx import (
+    Addr,
+    Imm,
+    Not,
+    Pair,
+    PtxError,
+    Reg,
+    Sink,
+    Special,
+    Sym,
+    TensorAddr,
+    Vec,
+)
 
 HEAD = ".version 9.0\n.target sm_100a, debug\n.address_size 64\n"
 
@@ -97,8 +109,8 @@ def test_several_instructions_on_one_line_keep_their_line() -> None:
 
 
 def test_lines_of_the_source() -> None:
-    body = '.loc 1 42 7\nmov.b32 %r1, 1;\n.loc 2 5 1, function_name $L, inlined_at 1 9 9\nmov.b32 %r2, 2;\nret;'
-    function = parse_body(body + '\n', '.file 1 "/a/kernel.py"\n.file 2 "/a/other.py"\n')
+    body = ".loc 1 42 7\nmov.b32 %r1, 1;\n.loc 2 5 1, function_name $L, inlined_at 1 9 9\nmov.b32 %r2, 2;\nret;"
+    function = parse_body(body + "\n", '.file 1 "/a/kernel.py"\n.file 2 "/a/other.py"\n')
     assert [i.source for i in function.instrs] == [
         ("/a/kernel.py", 42), ("/a/other.py", 5), ("/a/other.py", 5)]  # fmt: skip
 
@@ -106,7 +118,7 @@ def test_lines_of_the_source() -> None:
 def test_variables() -> None:
     module = ptx.parse(
         HEAD + ".extern .shared .align 1024 .b8 dynamic[];\n"
-        '.global .align 1 .b8 text[4] = {104, 105, 10, 0};\n.global .align 4 .u32 table[2] = {7, 0xFFFFFFFF};\n'
+        ".global .align 1 .b8 text[4] = {104, 105, 10, 0};\n.global .align 4 .u32 table[2] = {7, 0xFFFFFFFF};\n"
         ".visible .entry k()\n{\n.local .align 16 .b8 depot[48];\n.shared .align 8 .b64 bars[3];\nret;\n}\n"
     )
     assert module.variables["dynamic"].extern and module.variables["dynamic"].align == 1024
