@@ -25,6 +25,7 @@ class AsyncOp:
     label: str = ""
     order: int = 0
     issued: int = 0
+    clock: Any = None  # what the issuing warp knew (clocks)
 
 
 class AsyncOps:
@@ -38,6 +39,7 @@ class AsyncOps:
         self._count = 0
 
     def add(self, op: AsyncOp) -> None:
+        self._stamp(op)
         op.order = self._count
         self._count += 1
         if self.trace is not None:
@@ -47,8 +49,15 @@ class AsyncOps:
         else:
             self.pipes.setdefault(op.pipe, deque()).append(op)
 
+    @staticmethod
+    def _stamp(op: AsyncOp) -> None:
+        warp = op.origin[0]
+        if op.clock is None and getattr(warp, "agent", None) is not None:
+            op.clock = warp.agent.clock.stamp(warp.cta.launch.epoch)
+
     def add_after(self, op: AsyncOp, ready: Callable[[], bool]) -> None:
         """Adds an operation that may complete only once `ready()`."""
+        self._stamp(op)
         if ready():
             self.add(op)
         else:

@@ -152,7 +152,7 @@ def mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     pipe = pipe_of(sim, warp, lane)
     stamp = pipe.stamp()
     for share in op.shares:
-        _issue_checks(sim, share, pipe.number)
+        _issue_checks(sim, share, pipe.number, warp)
     for share in op.shares:
         for part in _parts(share):
             part.add(share.cta.shared.async_reads, 1)
@@ -183,7 +183,7 @@ def _parts(share: Share) -> list[ByteSet]:
     return [share.b] if share.a is None else [share.a, share.b]
 
 
-def _issue_checks(sim: Any, share: Share, pipe: int) -> None:
+def _issue_checks(sim: Any, share: Share, pipe: int, warp: Any) -> None:
     for name, part in (("A", share.a), ("B", share.b)):
         if part is not None:
             need(
@@ -192,7 +192,7 @@ def _issue_checks(sim: Any, share: Share, pipe: int) -> None:
             )
             check_async_access(sim, share.cta, part, f"tcgen05.mma (operand {name})", False)
     for area in share.d:
-        share.cta.tmem.check_write(area, "tcgen05.mma (D)", sim.checks, pipe)
+        share.cta.tmem.check_write(area, "tcgen05.mma (D)", sim.checks, pipe, warp)
     for area in share.reads:
         share.cta.tmem.check_read(area, "tcgen05.mma (A or scale factors)", sim.checks, pipe)
 

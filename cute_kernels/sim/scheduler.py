@@ -19,6 +19,7 @@ import numpy as np
 from . import report
 from .asyncops import AsyncOps
 from .checks import BarrierError, Deadlock, FenceState, Livelock, SharedOverwrite, SimError
+from .clocks import Clock
 from .sync import ClusterBarrier
 from .tcgen05 import finish_loads
 from .tmem import Tmem
@@ -32,7 +33,7 @@ class Policy:
     """Schedule by name ("lazy", "eager", "random") and seed.
 
     `random` draws a temperament from the seed: how often asynchronous work goes first, and the
-    speed of each warp, so
+    speed or the priority of each warp, so
     that some seeds starve the copies and others starve a warp role.
     """
 
@@ -41,12 +42,14 @@ class Policy:
     quantum: int = 4096
     rng: random.Random = field(init=False)
     eagerness: float = field(init=False)
+    ranked: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if self.name not in ("lazy", "eager", "random"):
             raise ValueError(f'schedule must be "lazy", "eager" or "random", got {self.name!r}')
         self.rng = random.Random(self.seed)
         self.eagerness = self.rng.choice((0.05, 0.3, 0.6, 0.95))
+        self.ranked = self.rng.random() < 0.5
 
     @property
     def random(self) -> bool:
@@ -57,7 +60,10 @@ class Policy:
         return self.rng.randint(1, min(most, 4)) if self.random and most > 1 else 1
 
     def speed(self) -> float:
-        return self.rng.choice((1.0, 1.0, 0.3, 0.05)) if self.random else 1.0
+        """Of a new warp: its priority, or the share of its turns that it takes."""
+        if not self.random:
+            return 1.0
+        return self.rng.random() if self.ranked else self.rng.choice((1.0, 1.0, 0.3, 0.05))
 
 
 @dataclass
@@ -88,6 +94,7 @@ class WarpAgent:
         -1
     )  # phase of the cluster barrier this warp has arrived at and not waited for
     cluster_lanes: int = 0
+    clock: Any = None  # clocks.Clock
     lanes: int = 32  # threads of the warp
 
 
@@ -97,6 +104,10 @@ def first_use(instrs: list[Any], load: Any) -> int:
     result = load.operands[0]
     names = {r.id for r in getattr(result, "items", (result,)) if hasattr(r, "id")}
     for instr in instrs[load.index + 1 :]:
+        if instr.base == "mov":  # only a new name: ptxas need not wait for the load there
+            if any(r in names for o in instr.operands[1:] for r in _registers(o)):
+                names.update(_registers(instr.operands[0]))
+            continue
         for position, operand in enumerate(instr.operands):
             if (
                 position == 0
@@ -149,7 +160,8 @@ class Scheduler:
     def add_cluster(self, cluster: Any) -> None:
         """Gives a new cluster its barriers, TMEM and per-warp state, and makes its warps
         runnable."""
-        cluster.barrier = ClusterBarrier()
+        cluster.barrier = ClusterBarrier(self.launch)
+        size, slot = sum(len(cta.warps) for cta in cluster.ctas), 0
         self.clusters.append(cluster)
         for cta in cluster.ctas:
             cta.barriers, cta.named = {}, {}
@@ -159,7 +171,8 @@ class Scheduler:
             cta.waited_grid = False
             cta.warps_left = len(cta.warps)
             for warp in cta.warps:
-                warp.agent = WarpAgent(speed=self.policy.speed())
+                warp.agent = WarpAgent(speed=self.policy.speed(), clock=Clock(size, slot))
+                slot += 1
                 self.runnable.append(warp)
                 self.live_warps += 1
         cluster.barrier.expect(cluster)
@@ -217,6 +230,15 @@ class Scheduler:
         spinning = self._idle_quanta >= 4 * len(self.runnable)
         if (spinning or rng.random() < self.policy.eagerness) and self.complete_one():
             return True
+        if self.policy.ranked:
+            # the first warp by priority as long as it can run, with few changes of mind: a warp may
+            # starve for long, which is how orders that nothing enforces come apart
+            warp = max(self.runnable, key=lambda w: w.agent.speed)
+            idle = self._idle_quanta
+            self.run_warp(warp, 1 << rng.randint(3, 11))
+            if self._idle_quanta > idle or rng.random() < 0.02:
+                warp.agent.speed = rng.random() * (0.01 if self._idle_quanta > idle else 1.0)
+            return True
         warp = rng.choice(self.runnable)
         if warp.agent.speed < rng.random():
             warp = rng.choice(self.runnable)
@@ -232,6 +254,7 @@ class Scheduler:
         self._idle_quanta = 0
         if self.sim.trace is not None:
             self.sim.trace.async_op(op)
+        self.launch.actor = op.clock
         try:
             op.run()
         except SimError as error:
@@ -296,6 +319,7 @@ class Scheduler:
         """Executes the host instruction a warp stands at; True if it blocked."""
         instr, mask, agent = warp.host_instr, warp.host_mask, warp.agent
         result = None
+        self.launch.actor = agent.clock
         if agent.tmem_loads and instr.base != "tcgen05":
             finish_loads(warp, lambda load: self._used(load, instr))
         if mask.any():

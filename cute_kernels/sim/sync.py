@@ -10,6 +10,7 @@ import numpy as np
 
 from .access import lead, need, target, threads, value
 from .checks import BarrierError, UnsupportedInstruction
+from .clocks import Memory
 from .wait import Blocked, Signal
 
 TX_LIMIT = (1 << 20) - 1
@@ -28,6 +29,9 @@ class MBarrier:
         self.expected = self.pending = count
         self.tx = 0
         self.generation = 0  # phases completed
+        self.memory = Memory()
+        self.born = -1  # epoch of its initialisation
+        self.maker: Any = None  # warp that did it
         self.signal = Signal()
 
     def __str__(self) -> str:
@@ -38,7 +42,7 @@ class MBarrier:
             f"{self.tx} bytes missing"
         )
 
-    def _error(self, text: str) -> None:
+    def fault(self, text: str) -> None:
         if self.cta.launch.sim.checks.mbarrier:
             raise BarrierError(f"{text}\n  {self}")
 
@@ -52,17 +56,19 @@ class MBarrier:
 
     def complete_tx(self, tx: int) -> None:
         """complete-tx: `tx` bytes have arrived."""
+        self.memory.arrive(self.cta.launch)
         self.expect(-tx)
         self._advance()
 
     def arrive(self, count: int = 1, drop: int = 0) -> None:
         """`count` arrivals; `drop` of them also leave the expected count of later phases."""
         if count > self.pending:
-            self._error(
+            self.fault(
                 f"{count} arrivals where the phase needs only {self.pending}: too many arrivals or "
                 "a wrong count at init"
             )
             count = self.pending
+        self.memory.arrive(self.cta.launch)
         self.expected -= drop
         self.pending -= count
         self._advance()
@@ -71,11 +77,12 @@ class MBarrier:
         if self.pending or self.tx > 0:
             return
         if self.tx < 0:
-            self._error(
+            self.fault(
                 f"{-self.tx} more bytes arrived than the phase expects: transaction underflow"
             )
             return
         self.generation += 1
+        self.memory.advance()
         self.pending = self.expected
         self.signal.notify()
 
@@ -87,10 +94,12 @@ def find_barrier(warp: Any, addr: int) -> MBarrier:
         BarrierError: none was initialised there, it was invalidated, or a store destroyed it.
     """
     cta, offset = target(warp, addr, 8, 8)
-    return barrier_at(cta, offset)
+    return barrier_at(cta, offset, warp)
 
 
-def barrier_at(cta: Any, offset: int) -> MBarrier:
+def barrier_at(cta: Any, offset: int, warp: Any = None) -> MBarrier:
+    """The live mbarrier at an offset; with `warp`, its initialisation must be ordered before what
+    that warp does now."""
     barrier = cta.barriers.get(offset)
     if barrier is None:
         raise BarrierError(
@@ -100,6 +109,12 @@ def barrier_at(cta: Any, offset: int) -> MBarrier:
         )
     if not (cta.shared.data[offset : offset + 8] == _MAGIC).all():
         raise BarrierError(f"the mbarrier object was overwritten by an ordinary store\n  {barrier}")
+    maker = barrier.maker
+    if warp and maker and not warp.agent.clock.knows(maker.agent.clock.slot, barrier.born):
+        barrier.fault(
+            f"used by warp {warp.warp_id}, but nothing orders its initialisation by warp "
+            f"{maker.warp_id} before: a CTA or cluster barrier is missing"
+        )
     return barrier
 
 
@@ -127,7 +142,8 @@ def mbarrier_init(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
             raise BarrierError(
                 f"mbarrier.init of a live mbarrier (no mbarrier.inval before)\n  {old}"
             )
-        cta.barriers[offset] = MBarrier(cta, offset, n)
+        barrier = cta.barriers[offset] = MBarrier(cta, offset, n)
+        barrier.born, barrier.maker = warp.cta.launch.epoch, warp
         shared = cta.shared
         shared.data[offset : offset + 8] = _MAGIC
         shared.init[offset : offset + 8] = 1
@@ -210,7 +226,9 @@ def mbarrier_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
         else:
             complete = barrier.generation != want >> 24
         done[lanes] = complete
-        if not complete:
+        if complete:
+            agent.clock.learn(barrier.memory.done)
+        else:
             missing.append(barrier)
         _check_missed(sim, agent, instr, barrier, complete)
     if missing and instr.mods[0] == "try_wait" and instr.index not in agent.timed_out:
@@ -263,6 +281,7 @@ class NamedBarrier:
     def __init__(self, cta: Any, number: int) -> None:
         self.cta, self.number = cta, number
         self.generation = 0
+        self.memory = Memory()
         self.need: int | None = None  # threads, 0 for "all that have not exited"
         self.arrived: list[tuple[int, bool]] = []  # (warp id, waits)
         self.votes: list[int] = []
@@ -291,6 +310,7 @@ class NamedBarrier:
             )
         if any(w == warp.warp_id for w, _ in self.arrived):
             raise BarrierError(f"warp {warp.warp_id} arrives twice in one phase\n  {self}")
+        self.memory.arrive(self.cta.launch)
         self.arrived.append((warp.warp_id, waits))
         self.votes += votes
         self._advance()
@@ -300,6 +320,7 @@ class NamedBarrier:
             return
         self.results = {self.generation: self.votes}
         self.generation += 1
+        self.memory.advance()
         self.arrived, self.votes, self.need = [], [], None
         self.signal.notify()
 
@@ -366,6 +387,7 @@ def _sync(
     if barrier.generation == generation:
         return Blocked(lambda: barrier.generation != generation, str(barrier), barrier.signal), []
     del joined[instr.index]
+    warp.agent.clock.learn(barrier.memory.done)
     warp.cta.fences.sync(threads(warp, mask), warp.cta.launch.epoch)
     return None, barrier.results.get(generation, [])
 
@@ -378,7 +400,9 @@ class ClusterBarrier:
     """barrier.cluster.arrive / wait over all threads of all CTAs of a cluster that have not
     exited."""
 
-    def __init__(self) -> None:
+    def __init__(self, launch: Any = None) -> None:
+        self.launch = launch
+        self.memory = Memory()
         self.phase = 0
         self.expected = 0
         self.arrived = 0
@@ -394,6 +418,7 @@ class ClusterBarrier:
                 self.expected += warp.agent.lanes
 
     def arrive(self, lanes: int) -> None:
+        self.memory.arrive(self.launch)
         self.arrived += lanes
         self._advance()
 
@@ -407,6 +432,7 @@ class ClusterBarrier:
     def _advance(self) -> None:
         if self.expected and self.arrived >= self.expected:
             self.phase += 1
+            self.memory.advance()
             self.arrived = 0
             self.signal.notify()
 
@@ -436,6 +462,7 @@ def cluster_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
     phase = agent.cluster_phase
     if barrier.phase == phase:
         return Blocked(lambda: barrier.phase != phase, str(barrier), barrier.signal)
+    agent.clock.learn(barrier.memory.done)
     agent.cluster_lanes -= int(mask.sum())
     if agent.cluster_lanes <= 0:
         agent.cluster_phase = -1

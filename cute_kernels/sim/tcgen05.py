@@ -131,7 +131,8 @@ def dealloc(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     row, column = split(value(warp, instr.operands[0], lane))
     need(row == 0, f"tcgen05.dealloc needs the address that alloc returned, got lane {row}")
     group = group_of(instr)
-    warp.cta.tmem.release(column, value(warp, instr.operands[1], lane), group, sim.checks)
+    columns = value(warp, instr.operands[1], lane)
+    warp.cta.tmem.release(column, (columns, group), sim.checks, warp)
     for other in pair(warp.cta, group):
         other.tmem.freed.notify()
 
@@ -247,7 +248,7 @@ def store(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     values = np.stack([np.asarray(warp.read(i)) for i in items]).astype(np.uint32)
     pipe = pipe_of(sim, warp, 32)  # lane 32: the stores of the whole warp
     for area in areas:
-        tmem.check_write(area, "tcgen05.st", sim.checks, pipe.number)
+        tmem.check_write(area, "tcgen05.st", sim.checks, pipe.number, warp)
     lane, column = areas[0].lane, areas[0].column
     if pack == 2:
         tmem.data[lane + rows, column + 2 * cols] = values & 0xFFFF
@@ -280,7 +281,7 @@ def finish_loads(warp: Any, used: Callable[[Any], bool] | None) -> None:
             left.append((instr, areas))
             continue
         for area in areas:
-            warp.cta.tmem.loads[area.index] -= 1
+            warp.cta.tmem.finish_load(area, warp)
     warp.agent.tmem_loads = left
 
 
@@ -301,6 +302,8 @@ def commit(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
         )
     else:
         ctas = [cta]
+    for dest in ctas:
+        barrier_at(dest, offset, warp)
     pipe = pipe_of(sim, warp, lane)
     releases, pipe.uncommitted = pipe.uncommitted, []
 
@@ -344,7 +347,7 @@ def copy(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
             "the descriptor of tcgen05.cp leaves shared memory",
         )
         check_async_access(sim, cta, bytes_, "tcgen05.cp", False)
-        cta.tmem.check_write(area, "tcgen05.cp", sim.checks, pipe.number)
+        cta.tmem.check_write(area, "tcgen05.cp", sim.checks, pipe.number, warp)
         bytes_.add(cta.shared.async_reads, 1)
         cta.tmem.mark(area, True, stamp)
 

@@ -185,6 +185,8 @@ def _load(sim: Any, warp: Any, instr: Any, lane: int) -> None:
     )
     bar_cta, bar_offset = target(warp, address(warp, bar_op, lane) & (GENERIC_SHARED_TAG - 1), 8, 8)
     places = _destinations(warp, instr, (cta, bar_cta), rest, lane)
+    for _, owner in places:
+        barrier_at(owner, bar_offset, warp)
     chunks = box_chunks(offset, rows, row_bytes, tensor.layout)
     need(int(chunks.max()) * 16 + 16 <= cta.shared.size, "the swizzled box leaves shared memory")
     whole = ByteSet(chunks=chunks)

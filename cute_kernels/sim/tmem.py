@@ -69,6 +69,10 @@ class Tmem:
         self.busy_write = np.zeros((LANES, COLUMNS), np.int64)
         self.busy_read = np.zeros((LANES, COLUMNS), np.int64)
         self.loads = np.zeros((LANES, COLUMNS), np.uint8)
+        # epoch at which the last tcgen05.ld of a cell was over, and the clock slot of its warp
+        self.read_done = np.full((LANES, COLUMNS), -1, np.int64)
+        self.reader = np.full((LANES, COLUMNS), -1, np.int16)
+        self.readers: dict[int, int] = {}  # slot -> warp
         self.owned = np.zeros(COLUMNS, bool)
         self.allocations: list[Allocation] = []
         self.relinquished = False
@@ -89,12 +93,34 @@ class Tmem:
         self.allocations.append(Allocation(column, columns, group, claimed))
         self.peak = max(self.peak, int(self.owned.sum()))
 
-    def release(self, column: int, columns: int, group: int, checks: Checks) -> None:
-        """dealloc.
+    def finish_load(self, area: Region, warp: Any) -> None:
+        """A tcgen05.ld of this warp is over: its registers were used, or waited for."""
+        self.loads[area.index] -= 1
+        self.read_done[area.index] = warp.cta.launch.epoch
+        self.reader[area.index] = warp.agent.clock.slot
+        self.readers |= {warp.agent.clock.slot: warp.warp_id}
+
+    def check_ordered(self, area: Region, what: str, warp: Any) -> None:
+        """A write by `warp`: whoever read the cells has told it so afterwards, through barriers."""
+        if not self.readers:
+            return
+        late = self.read_done[area.index] > warp.agent.clock.known[self.reader[area.index]]
+        if late.any():
+            lane, column = np.argwhere(late)[0]
+            reader = self.readers[int(self.reader[area.lane + lane, area.column + column])]
+            raise TmemRace(
+                f"{what} overwrites or frees {area}, which a tcgen05.ld of warp {reader} may still "
+                "read: that warp signalled before its load was over (tcgen05.wait::ld is missing "
+                "before the release), or the release is missing"
+            )
+
+    def release(self, column: int, allocated: tuple[int, int], checks: Checks, warp: Any) -> None:
+        """dealloc of `allocated` = (columns, cta_group).
 
         Raises:
             TmemError: no such allocation, or TmemRace if the columns are still in use.
         """
+        columns, group = allocated
         found = next((a for a in self.allocations if a.column == column and a.claimed), None)
         if found is None:
             raise TmemError(f"dealloc of column {column}, which starts no allocation\n  {self}")
@@ -116,6 +142,8 @@ class Tmem:
                 f"dealloc of {area} while an MMA or copy that no completed commit covers may still "
                 "use it"
             )
+        if checks.tmem_pending_load:
+            self.check_ordered(area, "dealloc", warp)
         self.allocations.remove(found)
         self.owned[column : column + columns] = False
         self.written[area.index] = False
@@ -163,8 +191,10 @@ class Tmem:
                 "was never written"
             )
 
-    def check_write(self, area: Region, what: str, checks: Checks, pipe: int = 0) -> None:
-        """A write at its issue, by tcgen05 pipe `pipe` (0: a warp)."""
+    def check_write(
+        self, area: Region, what: str, checks: Checks, pipe: int = 0, warp: Any = None
+    ) -> None:
+        """A write at its issue, by tcgen05 pipe `pipe` of `warp` (0: the warp itself)."""
         self.check_allocated(area, what)
         if checks.tmem_pending_load and self.loads[area.index].any():
             raise TmemRace(
@@ -172,6 +202,8 @@ class Tmem:
                 "tcgen05.wait::ld is missing before the release, "
                 "or the release itself is"
             )
+        if checks.tmem_pending_load and warp is not None:
+            self.check_ordered(area, what, warp)
         if checks.tmem_race:
             for busy in (self.busy_write[area.index], self.busy_read[area.index]):
                 if busy.any() and ((busy != 0) & (busy & ((1 << PIPE_BITS) - 1) != pipe)).any():

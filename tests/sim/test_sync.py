@@ -30,8 +30,8 @@ def test_init_arrive_completes_phase():
 
 def test_arrive_counts_every_lane():
     m = Machine()
-    m.add(0, INIT, LANE0, n=32)
-    m.add(0, f"bar.sync 1, 32; mbarrier.arrive.shared::cta.b64 _, [{BAR}];")
+    m.add(0, INIT + "bar.sync 1, 64;", LANE0, n=32)
+    m.add(0, f"bar.sync 1, 64; mbarrier.arrive.shared::cta.b64 _, [{BAR}];")
     m.run()
     assert barrier(m).generation == 1
 
@@ -276,13 +276,14 @@ def test_deadlock_report_names_everything():
     m = Machine()
     m.add(
         0,
-        INIT + f"mbarrier.arrive.expect_tx.shared.b64 _, [{BAR}], 4096; bar.sync 3, 64;",
+        f"{INIT} bar.sync 1, 64; mbarrier.arrive.expect_tx.shared.b64 _, [{BAR}], 4096; "
+        "bar.sync 3, 64;",
         LANE0,
         n=1,
     )
     m.add(
         0,
-        f"nanosleep.u32 1; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0; bar.sync 4, 64;",
+        f"bar.sync 1, 64; mbarrier.try_wait.parity.shared.b64 %p, [{BAR}], 0; bar.sync 4, 64;",
         LANE0,
     )
     with pytest.raises(Deadlock) as caught:
