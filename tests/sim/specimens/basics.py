@@ -3,8 +3,8 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 THREADS = 128
 
@@ -41,7 +41,7 @@ class RowSum:
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
         tid, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         sums = smem.allocate_tensor(cutlass.Float32, cute.make_layout(THREADS), 16)
         sums[tid] = mX[row, tid] + mX[row, tid + THREADS]
         for level in cutlass.range_constexpr(7):
@@ -83,7 +83,7 @@ class TmaRing:
         tid = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = (self.rows, self.columns)
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         full = smem.allocate_array(cutlass.Int64, num_elems=self.stages)
         empty = smem.allocate_array(cutlass.Int64, num_elems=self.stages)
         ring = cute.make_layout(

@@ -11,10 +11,10 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.memory import SmemAllocator
 
 SF_VEC = 16
 EPILOGUE_WARPS = 4
@@ -66,7 +66,7 @@ class Nvfp4Gemm:
     Shapes: A (M, K), B (N, K) packed E2M1; SFA, SFB UE4M3 in 128x4 tiles (SWIZZLE_32_4_4); D (M, N)
     fp32. M a multiple of 128 * cluster_m, N of `tile_n`, K of `tile_k`.
 
-    Warps: 0-3 epilogue (one accumulator row per thread), 4 scale copies and MMAs, 5 loads.
+    Warps: 0-3 epilogue (one accumulator row per thread), 4 TMEM, scale copies and MMAs, 5 loads.
 
     | barrier   | arrivals | by                                                        |
     |-----------|----------|-----------------------------------------------------------|
@@ -200,7 +200,7 @@ class Nvfp4Gemm:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         num_tiles = (problem[1] // tiler[1], problem[2] // tiler[2])  # (N tiles, K tiles)
 
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 * self.num_ab_stage + 2)
         holder = smem.allocate_array(cutlass.Int32, num_elems=1)
         fp4, fp8 = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN
@@ -217,23 +217,26 @@ class Nvfp4Gemm:
         if warp == LOAD_WARP:
             self.init_barriers(bars)
         self.sync_init()
-        if warp == 0:
+        if warp == MMA_WARP:
             cute.arch.alloc_tmem(self.tmem_columns, holder, is_two_cta=self.ctas == 2)
-        if cutlass.const_expr(self.has("tmem_pointer_barrier")):
-            cute.arch.barrier(barrier_id=2, number_of_threads=THREADS)
-        tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder)
+        if cutlass.const_expr(self.has("tmem_pointer_barrier")):  # noqa: SIM102
+            if warp != LOAD_WARP:
+                cute.arch.barrier(barrier_id=2, number_of_threads=THREADS - 32)
 
         if warp == LOAD_WARP:
             self.load_loop(atoms, tensors, operands, bars, rank, num_tiles)
-        if warp == MMA_WARP and rank % self.ctas == 0:
-            self.mma_loop(operands, tmem, bars, rank, num_tiles)
-        if warp < EPILOGUE_WARPS:
-            self.epilogue_loop(atoms[4], tensors[4], sD, tmem, bars, rank, num_tiles)
+        else:
+            tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder)
+            if warp == MMA_WARP and rank % self.ctas == 0:
+                self.mma_loop(operands, tmem, bars, rank, num_tiles)
+            if warp < EPILOGUE_WARPS:
+                self.epilogue_loop(atoms[4], tensors[4], sD, tmem, bars, rank, num_tiles)
 
         self.sync_exit()
-        if warp == 0:
+        if warp == MMA_WARP:
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.ctas == 2)
             if cutlass.const_expr(self.has("dealloc")):
+                tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder)
                 cute.arch.dealloc_tmem(tmem, self.tmem_columns, is_two_cta=self.ctas == 2)
 
     @cute.jit

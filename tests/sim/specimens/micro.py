@@ -3,8 +3,8 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 
 class ClusterGather:
@@ -31,7 +31,7 @@ class ClusterGather:
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
         tid, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         value = smem.allocate_array(cutlass.Int32, num_elems=1)
         if tid == 0:
             value.store(mX[block])
@@ -71,7 +71,7 @@ class RemoteStores:
     def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
         tid, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         rank = cute.arch.block_idx_in_cluster()
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         bar = smem.allocate_array(cutlass.Int64, num_elems=1)
         slots = smem.allocate_array(cutlass.Int32, num_elems=self.cluster)
         if tid == 0:
@@ -109,7 +109,7 @@ class AsyncCopy:
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
         tid, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         sX = smem.allocate_tensor(cutlass.Float32, cute.make_layout((128, 4), stride=(4, 1)), 16)
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(), cutlass.Float32, num_bits_per_copy=128)
         source = cute.make_tensor(
@@ -154,7 +154,7 @@ class BulkReduce:
     def kernel(self, mX: cute.Tensor, atom: cute.CopyAtom, mOut: cute.Tensor):
         tid, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         sX = smem.allocate_tensor(cutlass.Float32, cute.make_layout((1, 32), stride=(32, 1)), 128)
         if warp == 1:
             sX[0, tid - 32] = mX[block, tid - 32]
@@ -205,7 +205,7 @@ class Gather4:
     def kernel(self, atom: cute.CopyAtom, mX: cute.Tensor, gI: cute.Tensor, mOut: cute.Tensor):
         tid, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         tile = (self.rows, self.columns)
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         bar = smem.allocate_array(cutlass.Int64, num_elems=1)
         sX = smem.allocate_tensor(
             cutlass.Float16, cute.make_layout(tile, stride=(self.columns, 1)), 128
@@ -248,7 +248,7 @@ class WorkStealing:
     @cute.kernel
     def kernel(self, mOut: cute.Tensor, mTaken: cute.Tensor):
         tid, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         response = smem.allocate_array(cutlass.Int32, num_elems=4, byte_alignment=16)
         bar = smem.allocate_array(cutlass.Int64, num_elems=1)
         if tid == 0:
