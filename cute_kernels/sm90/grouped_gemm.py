@@ -388,6 +388,7 @@ class Sm90GroupedGemm:
                             shared.staging,
                         )
                     low = n
+            cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(shared.tile_empty + slot)
             slot += 1
@@ -519,5 +520,6 @@ class Sm90GroupedGemm:
         at = stage - 1
         if at < 0:
             at += self.config.num_stages
+        cute.arch.sync_warp()  # orders the reads of all lanes before the arrival of one
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(shared.ab_empty + at)
