@@ -7,6 +7,7 @@ to the repository and shows on a snippet that each can fail.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
@@ -24,11 +25,21 @@ MAINLOOPS = {  # one mainloop may be longer than another file
 WIDE_SIGNATURES = {
     "moe/layer.py": {"MoE.__init__"},
 }
-DOORS = {"ops", "gemm_ops", "nvfp4", "activations", "torch_math"}  # what moe may import of cute_kernels
+# What moe may import of cute_kernels.
+DOORS = {"ops", "gemm_ops", "nvfp4", "activations", "torch_math"}
 # Other imports of cute_kernels by a module of moe, each with its reason.
 DOOR_EXCEPTIONS: dict[str, set[str]] = {}
 KERNEL_PACKAGES = ("cute_kernels/device/", "cute_kernels/sm100/", "cute_kernels/sm90/")
 COMPILER = "cute_kernels/compile.py"
+# Names at module level that functions may change, besides the compile cache, each with its reason.
+STATE_EXCEPTIONS = {
+    "cute_kernels/sim/launch.py": {"_prepared"},  # a process can be prepared for the simulator once
+}
+MUTATORS = {
+    "append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault",
+    "add", "discard", "sort", "reverse", "appendleft", "popleft",
+}  # fmt: skip
+ENVIRONMENT = ("environ", "getenv", "putenv", "unsetenv")
 FORBIDDEN = [
     r"(?<![\w.])/(?:work|root|opt|home|tmp)/\w",  # paths of one machine; tests have tmp_path
     r"(?:pypi|pythonhosted)\.(?:org|io)|artifactory|index-url",  # whoever installs has their own
@@ -37,6 +48,11 @@ FORBIDDEN = [
 
 Rule = Callable[[str, str], list[str]]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
@@ -63,7 +79,7 @@ def dotted(node: ast.AST) -> str:
 def imported(path: str, source: str) -> Iterator[tuple[int, str]]:
     """(line, module) of every import at any depth; ``from a import b`` gives both a and a.b."""
     package = PurePosixPath(path).parent.parts
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -99,7 +115,7 @@ def file_budget(path: str, source: str) -> list[str]:
 
 def function_budget(path: str, source: str) -> list[str]:
     out = []
-    for name, node in functions(ast.parse(source)):
+    for name, node in functions(parse(source)):
         entry = any(dotted(d) == "cute.kernel" for d in node.decorator_list)
         most = DEVICE_ENTRY_LINES if entry else FUNCTION_LINES
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -111,7 +127,7 @@ def function_budget(path: str, source: str) -> list[str]:
 def epilogue_budget(path: str, source: str) -> list[str]:
     """An epilogue is a class with a method store_row or store_col."""
     out = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if not isinstance(node, ast.ClassDef):
             continue
         methods = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
@@ -122,12 +138,9 @@ def epilogue_budget(path: str, source: str) -> list[str]:
 
 
 def parameter_budget(path: str, source: str) -> list[str]:
-    """Parameters besides self and cls, *args and **kwargs one each. Functions that run on the
-    device, and kernels' entries, get their tensors one by one: they are not counted."""
+    """Parameters besides self and cls, *args and **kwargs one each."""
     out = []
-    for name, node in functions(ast.parse(source)):
-        if any(dotted(d).startswith("cute.") for d in node.decorator_list):
-            continue
+    for name, node in functions(parse(source)):
         a = node.args
         names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
         count = len([n for n in names if n not in ("self", "cls")])
@@ -201,22 +214,63 @@ def one_compiler(path: str, source: str) -> list[str]:
     if path == COMPILER:
         return []
     out = []
-    for node in ast.walk(ast.parse(source)):
-        name = dotted(node) if isinstance(node, ast.Attribute | ast.Call) else ""
-        if name in ("os.environ", "os.getenv", "os.putenv") and isinstance(node, ast.Attribute):
+    for node in ast.walk(parse(source)):
+        # an attribute, so that cute.compile[options](...) and a name bound to it are seen too
+        name = dotted(node) if isinstance(node, ast.Attribute) else ""
+        if name in {f"os.{n}" for n in ENVIRONMENT}:
             out.append(f"{path}:{node.lineno}: only {COMPILER} touches the environment")
-        if isinstance(node, ast.Call) and name == "cute.compile":
-            out.append(f"{path}:{node.lineno}: only {COMPILER} calls cute.compile")
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            hidden = {a.name for a in node.names} & {"environ", "getenv", "putenv"}
+        if inside(name, "cute.compile") or name.endswith(".cute.compile"):
+            out.append(f"{path}:{node.lineno}: only {COMPILER} uses cute.compile")
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "cutlass.cute"):
+            hidden = {a.name for a in node.names} & {*ENVIRONMENT, "compile"}
             out += [f"{path}:{node.lineno}: only {COMPILER} imports {n}" for n in sorted(hidden)]
     return out
+
+
+def no_module_state(path: str, source: str) -> list[str]:
+    """No function changes what a module holds: neither ``global``, nor an item, an attribute or a
+    mutating method of a name assigned at module level. Tables are filled at module level."""
+    if path == COMPILER:
+        return []
+    tree = parse(source)
+    held = {n for node in tree.body for n in assigned(node)} - STATE_EXCEPTIONS.get(path, set())
+    out = []
+    for name, function in functions(tree):
+        own = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
+        for node in ast.walk(function):
+            own |= assigned(node)
+        for node in ast.walk(function):
+            changed = set(node.names) if isinstance(node, ast.Global) else mutated(node) - own
+            out += [f"{path}:{node.lineno}: {name} changes {n}" for n in sorted(changed & held)]
+    return out
+
+
+def assigned(node: ast.AST) -> set[str]:
+    """Plain names that this one statement binds."""
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.NamedExpr):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        inner = [i for t in targets for i in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        return {t.id for t in inner if isinstance(t, ast.Name)}
+    return set()
+
+
+def mutated(node: ast.AST) -> set[str]:
+    """Names whose value this one statement or call changes in place."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        targets = [node.func] if node.func.attr in MUTATORS else []
+    changed = [t.value for t in targets if isinstance(t, ast.Attribute | ast.Subscript)]
+    return {v.id for v in changed if isinstance(v, ast.Name)}
 
 
 def no_prints(path: str, source: str) -> list[str]:
     return [
         f"{path}:{node.lineno}: print"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if isinstance(node, ast.Call) and dotted(node.func) in ("print", "builtins.print")
     ]
 
