@@ -279,7 +279,8 @@ def _outer_scale(x: Tensor, global_scale: GlobalScale) -> Tensor:
         )
         if global_scale == "per_tensor":
             amax = amax.amax() if amax.numel() else amax.new_zeros(())
-        # A tensor, not a number: CUDA divides by a number through its reciprocal, which rounds otherwise.
+        # A tensor, not a number: CUDA divides by a number through its reciprocal, which rounds
+        # otherwise.
         largest = torch.full((), E2M1_MAX * UE4M3_MAX, dtype=torch.float32, device=x.device)
         g = amax.float() / largest
     else:

@@ -1,7 +1,7 @@
 """The math namespace of activation formulas on the device; see `cute_kernels.activations`.
 
-exp is ex2.approx of x * log2(e) and div multiplies by rcp.approx: each within 2 ulp (PTX ISA 9.1), one
-instruction of the special function unit. Everything else is rounded once.
+exp is ex2.approx of x * log2(e) and div multiplies by rcp.approx: each within 2 ulp (PTX ISA 9.1),
+one instruction of the special function unit. Everything else is rounded once.
 """
 
 from __future__ import annotations

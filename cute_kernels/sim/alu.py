@@ -298,7 +298,9 @@ def _both_nan(fn: Function) -> Function:
 
 
 def fma_wide(a: Any, b: Any, c: Any) -> Any:
-    """Narrow types: the product and the sum of two fp16 or bf16 values lose nothing that the final rounding sees."""
+    """Narrow types: the product and the sum of two fp16 or bf16 values lose nothing that the final
+    rounding sees.
+    """
     return a.astype(np.float64) * b + c
 
 

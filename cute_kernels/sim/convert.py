@@ -107,7 +107,9 @@ def _pair(instr: Any, out: str, source: str) -> Closure:
 
 
 def _to_narrow(instr: Any, out: str, source: str) -> Closure:
-    """Two values into two 8-bit codes (16 bits), or two 4-bit codes (8 bits); the first is the upper one."""
+    """Two values into two 8-bit codes (16 bits), or two 4-bit codes (8 bits); the first is the
+    upper one.
+    """
     fn: Callable[[Any], Any]
     if out == "ue8m0x2":
         mode = next(m for m in instr.mods if m in ("rz", "rp"))
@@ -157,7 +159,9 @@ def _from_narrow(instr: Any, out: str, source: str) -> Closure:
 
 
 def _cvta(instr: Any) -> Closure:
-    """Between a state space and the generic one: shared and local have their own ranges, the rest is equal."""
+    """Between a state space and the generic one: shared and local have their own ranges, the rest
+    is equal.
+    """
     base = {"shared": SHARED_BASE, "local": LOCAL_BASE}.get(
         next((m.split("::")[0] for m in instr.mods if m not in ("to", "u64", "u32")), ""), 0
     )

@@ -49,8 +49,8 @@ class Launch:
     params      the parameter block, as host code passes it
     smem_bytes  dynamic shared memory
 
-    Raises IllegalInstruction for a grid that is no multiple of the cluster, and UnsupportedInstruction for an
-    instruction that is not modelled.
+    Raises IllegalInstruction for a grid that is no multiple of the cluster, and
+    UnsupportedInstruction for an instruction that is not modelled.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class Launch:
         self._waiting = self._clusters()
 
     def _place_variables(self, smem_bytes: int) -> None:
-        """Static shared variables after the reserved bytes, dynamic memory after them; local variables from 0."""
+        """Static shared variables after the reserved bytes, dynamic memory after them; local
+        variables from 0.
+        """
         self.shared_offsets: dict[str, int] = {}
         self.local_offsets: dict[str, int] = {}
         shared, local = RESERVED, 0

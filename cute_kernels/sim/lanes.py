@@ -1,4 +1,6 @@
-"""Instructions in which the lanes of a warp see each other: shfl, vote, match, elect, redux, activemask."""
+"""Instructions in which the lanes of a warp see each other: shfl, vote, match, elect, redux,
+activemask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ld, st, atom, red and matrix moves of a warp: 32 addresses at a time, checked against the ranges that exist."""
+"""ld, st, atom, red and matrix moves of a warp: 32 addresses at a time, checked against the ranges
+that exist.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def address_getter(operand: Any, space: str) -> Callable[[Any], np.ndarray]:
 class Access:
     """The elements that the active lanes touch: groups of lanes that share one memory.
 
-    ``groups`` holds (element view of the memory, index of each lane's first element, lanes, memory).
+    ``groups`` holds (element view of the memory, index of each lane's first element, lanes,
+    memory).
     """
 
     def __init__(
@@ -238,7 +241,9 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _atomic(instr: Any) -> Closure:
-    """atom and red: one lane after another, the lowest first; the order among lanes is not promised."""
+    """atom and red: one lane after another, the lowest first; the order among lanes is not
+    promised.
+    """
     space, t, count = space_of(instr), type_of(instr), _count(instr)
     op = next(m for m in instr.mods if m in _COMBINE or m == "cas")
     operands = list(instr.operands)
@@ -288,7 +293,9 @@ def _atomic(instr: Any) -> Closure:
 
 
 def _matrix(instr: Any) -> Closure:
-    """ldmatrix and stmatrix, m8n8 of 16-bit elements: lane i of matrix j gives the address of its row i."""
+    """ldmatrix and stmatrix, m8n8 of 16-bit elements: lane i of matrix j gives the address of its
+    row i.
+    """
     if not instr.has("m8n8") or not instr.has("b16"):
         raise UnsupportedInstruction(f"{instr.opcode}: only m8n8.b16 is modelled")
     load, transposed = instr.base == "ldmatrix", instr.has("trans")

@@ -1,8 +1,9 @@
 """Number formats of PTX on numpy rows of 32 lanes. Every conversion rounds once.
 
-The approximate instructions (ex2, lg2, rcp, rsqrt, sqrt, tanh, sin, cos) are evaluated in fp64 and rounded to fp32:
-correctly rounded but for ties that fp64 cannot see. Hardware is 1 to 2 ulp off (tanh more), so a result
-that went through one of them need not have the hardware's last bit.
+The approximate instructions (ex2, lg2, rcp, rsqrt, sqrt, tanh, sin, cos) are evaluated in fp64 and
+rounded to fp32:
+correctly rounded but for ties that fp64 cannot see. Hardware is 1 to 2 ulp off (tanh more), so a
+result that went through one of them need not have the hardware's last bit.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def fma_f32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c rounded once. The product is exact in fp64; the sum is rounded to odd there, which makes the final
-    rounding the only one that shows (Boldo and Melquiond 2008)."""
+    """a * b + c rounded once. The product is exact in fp64; the sum is rounded to odd there, which
+    makes the final rounding the only one that shows (Boldo and Melquiond 2008)."""
     product = a.astype(np.float64) * b
     addend = np.asarray(c, np.float64)
     total = product + addend
@@ -82,7 +83,9 @@ E2M1_VALUES = np.concatenate((E2M1_VALUES, -E2M1_VALUES))
 
 
 def minifloat_table(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
-    """fp32 value of each of the 256 codes of an IEEE-like 8-bit float; specials are left to the caller."""
+    """fp32 value of each of the 256 codes of an IEEE-like 8-bit float; specials are left to the
+    caller.
+    """
     code = np.arange(256)
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
@@ -121,7 +124,9 @@ def f32_to_e5m2(x: np.ndarray) -> np.ndarray:
 
 
 def f32_to_ue8m0(x: np.ndarray, mode: str) -> np.ndarray:
-    """fp32 -> UE8M0 code: the exponent, rounded to zero (rz) or up (rp), saturating; NaN becomes 0xFF."""
+    """fp32 -> UE8M0 code: the exponent, rounded to zero (rz) or up (rp), saturating; NaN becomes
+    0xFF.
+    """
     bits = np.ascontiguousarray(np.abs(x), np.float32).view(np.uint32)
     exponent, fraction = bits >> np.uint32(23), bits & np.uint32(0x7FFFFF)
     up = (fraction != 0) if mode == "rp" else np.zeros(bits.shape, bool)

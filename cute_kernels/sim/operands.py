@@ -1,4 +1,6 @@
-"""Reading and writing operands of one warp: rows of 32 lanes in the type an instruction asks for."""
+"""Reading and writing operands of one warp: rows of 32 lanes in the type an instruction asks
+for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import numpy as np
 from cute_kernels.sim.checks import UnsupportedInstruction
 from cute_kernels.sim.ptx import Imm, Not, Reg, Sink, Special, Sym
 
-# PTX type -> (view of the register file, numpy type); formats without a numpy type are read as their bits
+# PTX type -> (view of the register file, numpy type); formats without a numpy type are read as
+# their bits
 TYPES: dict[str, tuple[str, Any]] = {
     "pred": ("pred", np.bool_),
     "b8": ("u8", np.uint8), "u8": ("u8", np.uint8), "s8": ("s8", np.int8),
@@ -92,7 +95,9 @@ def getter(operand: Any, ptx_type: str) -> Getter:
 
 
 def putter(operand: Any, ptx_type: str) -> Callable[[Any, Any, Any], None]:
-    """Function (warp, mask, values): write a destination; a wider register is extended as the type says."""
+    """Function (warp, mask, values): write a destination; a wider register is extended as the type
+    says.
+    """
     if isinstance(operand, Sink):
         return lambda w, m, v: None
     if not isinstance(operand, Reg):

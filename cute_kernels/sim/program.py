@@ -1,4 +1,6 @@
-"""A kernel's instructions, ready to run: one closure each, and what the warp must know of control flow."""
+"""A kernel's instructions, ready to run: one closure each, and what the warp must know of control
+flow.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ _EXITS = ("exit", "ret")
 
 
 class Program:
-    """Arrays indexed by instruction: kind, closure, guard (register, negated) or None, branch target, and whether the
-    lanes of the warp have to meet there.
+    """Arrays indexed by instruction: kind, closure, guard (register, negated) or None, branch
+    target, and whether the lanes of the warp have to meet there.
 
     Raises UnsupportedInstruction, with the PTX line, for an instruction that is not modelled.
     """
@@ -37,7 +39,8 @@ class Program:
                 raise error.at(None, instr) from None
             except (KeyError, ValueError, IndexError, TypeError, StopIteration) as error:
                 raise UnsupportedInstruction(
-                    f"instruction {instr.opcode} with operands {instr.operands} is not modelled ({error!r})"
+                    f"instruction {instr.opcode} with operands {instr.operands} is not modelled "
+                    f"({error!r})"
                 ).at(None, instr) from error
             self.kinds.append(kind)
             self.ops.append(op)

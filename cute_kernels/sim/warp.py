@@ -1,7 +1,8 @@
-"""One warp: its registers, its groups of lanes that share a program counter, and the loop that runs them.
+"""One warp: its registers, its groups of lanes that share a program counter, and the loop that runs
+them.
 
-Lanes diverge at branches and join again when their program counters meet: of several groups the one with the lowest
-counter runs first, so that groups wait for each other at the end of an `if`.
+Lanes diverge at branches and join again when their program counters meet: of several groups the one
+with the lowest counter runs first, so that groups wait for each other at the end of an `if`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Warp:
     # ---- running
 
     def run(self, quantum: int) -> int:
-        """Execute up to ``quantum`` instructions: QUANTUM, HOST (standing at a host instruction), EXITED, or STALLED (no lane
-        can go on by itself)."""
+        """Execute up to ``quantum`` instructions: QUANTUM, HOST (standing at a host instruction),
+        EXITED, or STALLED (no lane can go on by itself)."""
         budget = quantum
         while True:
             group = self._choose()
@@ -88,7 +89,9 @@ class Warp:
         self.groups = merged
 
     def _run_group(self, group: Group, budget: int) -> tuple[int, int]:
-        """Run until the budget is spent, a host instruction, an exit, or a point where groups may join (-1)."""
+        """Run until the budget is spent, a host instruction, an exit, or a point where groups may
+        join (-1).
+        """
         program, regs = self.program, self.regs
         kinds, ops, guards, meets = program.kinds, program.ops, program.guards, program.meets
         alone = len(self.groups) == 1 and not self.parked
@@ -214,7 +217,9 @@ class Warp:
     # ---- operands, for handlers
 
     def read(self, operand: Any) -> np.ndarray:
-        """(32,) uint64: a register, literal, or the address that `[base + offset]` denotes; (2, 32) for b128."""
+        """(32,) uint64: a register, literal, or the address that `[base + offset]` denotes; (2, 32)
+        for b128.
+        """
         if isinstance(operand, Reg):
             if operand.type == "b128":
                 return self.regs.u64[operand.id : operand.id + 2].copy()
