@@ -14,6 +14,7 @@ from torch import Tensor
 from cute_kernels import nvfp4
 from cute_kernels.nvfp4 import ROW_MAJOR, SWIZZLE_32_4_4, SWIZZLE_32_4_4_GROUPED, Nvfp4Tensor
 from tests.check import assert_bytes_equal
+from tests.test_layer_compile import HostRead, NoPythonReads, NoSyncingOps
 
 quick = settings(deadline=None, max_examples=25, derandomize=True)
 
@@ -263,3 +264,40 @@ def test_gate_and_up_scales_are_accepted_but_not_dequantised_together() -> None:
         with pytest.raises(ValueError, match="dequantise the projections apart"):
             q.dequantize()
     assert Nvfp4Tensor(data, scale, torch.ones(2, 2)).dequantize().shape == (2, 2, 32)
+
+
+# ---- nothing waits for the device ----------------------------------------------------------------
+
+X = torch.randn(9, 80, generator=torch.Generator().manual_seed(4)).bfloat16()
+SPLIT = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+PLAIN = nvfp4.quantize(X)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: nvfp4.quantize(X, "per_token"),
+        lambda: nvfp4.quantize(X, "per_tensor", SWIZZLE_32_4_4),
+        lambda: nvfp4.quantize(X, 0.01),
+        lambda: nvfp4.quantize(X, torch.tensor([0.01])),
+        lambda: nvfp4.quantize(X, torch.full((9,), 0.01), exact_division=True),
+        lambda: nvfp4.quantize(X[:0]),
+        lambda: nvfp4.quantize_grouped(X, SPLIT),
+        lambda: nvfp4.group_rows(PLAIN, SPLIT).dequantize(torch.bfloat16),
+        lambda: PLAIN.with_layout(SWIZZLE_32_4_4).with_layout(ROW_MAJOR),
+        lambda: nvfp4.decode(PLAIN, torch.bfloat16),
+        lambda: nvfp4.grouped_scale_offsets(SPLIT),
+        lambda: nvfp4.invalid_scales(PLAIN.scale),
+        lambda: nvfp4.pack(nvfp4.unpack(PLAIN.data)),
+    ],
+)
+def test_nothing_reads_the_device(call: Callable) -> None:
+    with NoSyncingOps(), NoPythonReads():
+        call()
+
+
+def test_the_guard_sees_a_read_inside_the_quantiser(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = nvfp4.encode_ue4m3
+    monkeypatch.setattr(nvfp4, "encode_ue4m3", lambda x: original(x) if x.max() > 0 else None)
+    with pytest.raises(HostRead), NoSyncingOps(), NoPythonReads():
+        nvfp4.quantize(X)
