@@ -144,7 +144,7 @@ class BulkReduce:
     def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream: cuda.CUstream):
         layout = cute.make_layout((1, 32), stride=(32, 1))
         atom, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionOp.ADD), mOut, layout, (1, 32)
+            cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD), mOut, layout, (1, 32)
         )
         self.kernel(mX, atom, tensor).launch(
             grid=(mX.shape[0], 1, 1), block=(64, 1, 1), stream=stream
