@@ -1,7 +1,9 @@
 """Run a saved launch again: `python -m cute_kernels.sim launch.npz`.
 
-`Simulator(record=True)` keeps the launches it sees in `s.requests`; `s.requests[0].save("launch.npz")`
-writes one. With --schedules N the launch runs under N schedules (lazy, eager, then random ones): a fault
+`Simulator(record=True)` keeps the launches it sees in `s.requests`;
+`s.requests[0].save("launch.npz")`
+writes one. With --schedules N the launch runs under N schedules (lazy, eager, then random ones):
+a fault
 in any of them, or results that differ between them, is reported and gives exit status 1.
 """
 
@@ -41,7 +43,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_once(saved: SavedLaunch, seed: int, schedule: str, options: argparse.Namespace) -> Any:
-    """One run on fresh copies of the memory; returns (simulator, hash of all allocations after it)."""
+    """One run on fresh copies of the memory; returns (simulator, hash of all allocations after
+    it)."""
     simulator = Simulator(seed, schedule, trace=bool(options.trace), core=options.core)
     copies = {address: torch.from_numpy(raw.copy()) for address, raw in saved.memory.items()}
     params = saved.rebased({address: t.data_ptr() for address, t in copies.items()})
@@ -84,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         results.setdefault(digest, (seed, schedule))
         result = simulator.launches[-1]
         sys.stdout.write(
-            f"{schedule} {seed}: {result.name} ran in {result.seconds:.3f} s, memory {digest[:16]}\n"
+            f"{schedule} {seed}: {result.name} ran in {result.seconds:.3f} s, "
+            f"memory {digest[:16]}\n"
         )
         if options.counters:
             sys.stdout.write(result.counters.table() + "\n")

@@ -1,6 +1,7 @@
 """A warp run by the compiled core (numba), with the same interface as `warp.Warp`.
 
-`core.run` executes registers, control flow and memory; this class hands it the state, turns its faults
+`core.run` executes registers, control flow and memory; this class hands it the state, turns its
+faults
 into errors with a place, and gives handlers their operands.
 """
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from cute_kernels.sim import checks, core
 from cute_kernels.sim import core_memory as m
-from cute_kernels.sim.decode import Code
+from cute_kernels.sim.decode_operands import Code
 from cute_kernels.sim.ptx import Addr, Imm, Not, Reg, Special, Sym
 
 _LANE_BITS = 1 << np.arange(32, dtype=np.int64)
@@ -31,7 +32,8 @@ def lanes_of(mask: int) -> np.ndarray:
 
 
 class CompiledWarp:
-    """One warp: ``registers`` (rows, 32) uint64 with the constants of the kernel behind the registers."""
+    """One warp: ``registers`` (rows, 32) uint64 with the constants of the kernel behind the
+    registers."""
 
     def __init__(self, cta: Any, warp_id: int, code: Code, lanes: int) -> None:
         self.cta, self.warp_id, self.name = cta, warp_id, ""
@@ -81,7 +83,8 @@ class CompiledWarp:
     # ---- running
 
     def run(self, quantum: int) -> int:
-        """Execute up to ``quantum`` instructions: QUANTUM, HOST (standing at a host instruction), EXITED, or
+        """Execute up to ``quantum`` instructions: QUANTUM, HOST (standing at a host
+        instruction), EXITED, or
         STALLED (no lane can go on by itself)."""
         if not self._ready:
             self._prepare()
@@ -131,12 +134,13 @@ class CompiledWarp:
             m.NO_RANGE: (checks.OutOfBounds, f"[{address:#x}, {address + size:#x}) is in no live "
                          "allocation"),
             m.STACK_END: (checks.OutOfBounds, "local memory access outside the stack frame"),
-            m.FRESH: (checks.UninitialisedRead, f"shared bytes [{offset:#x}, {offset + size:#x}) were "
-                      "not all written before this read"),
+            m.FRESH: (checks.UninitialisedRead, f"shared bytes [{offset:#x}, {offset + size:#x}) "
+                      "were not all written before this read"),
             m.RACE: (checks.SharedRace, f"shared bytes [{offset:#x}, {offset + size:#x}): some are "
                      "being written by a bulk copy"),
-            m.OVERWRITE: (checks.SharedOverwrite, f"shared bytes [{offset:#x}, {offset + size:#x}): some "
-                          "may still be read by an asynchronous operation"),
+            m.OVERWRITE: (checks.SharedOverwrite,
+                          f"shared bytes [{offset:#x}, {offset + size:#x}): "
+                          "some may still be read by an asynchronous operation"),
             m.ENDED_CTA: (checks.SharedRace, f"shared memory of rank {rank}, whose CTA has ended"),
             m.NOT_MEMBER: (checks.IllegalInstruction, "an executing lane is not in its membermask"),
         }[int(context[m.FAULT])]  # fmt: skip
@@ -195,7 +199,8 @@ class CompiledWarp:
     # ---- operands, for handlers
 
     def read(self, operand: Any) -> np.ndarray:
-        """(32,) uint64: a register, literal, or the address that `[base + offset]` denotes; (2, 32) for b128."""
+        """(32,) uint64: a register, literal, or the address that `[base + offset]` denotes; (2,
+        32) for b128."""
         if isinstance(operand, Reg):
             if operand.type == "b128":
                 return self.registers[operand.id : operand.id + 2].copy()

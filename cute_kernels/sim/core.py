@@ -1,11 +1,14 @@
-"""The compiled core: runs one warp until its quantum ends, it exits, faults, or meets a host instruction.
+"""The compiled core: runs one warp until its quantum ends, it exits, faults, or meets a host
+instruction.
 
-Every lane has its own program counter; the lanes at the lowest one run together, so groups that have
-diverged meet again by themselves. An instruction that names lanes (`.sync`, `.aligned`) waits until those
+Every lane has its own program counter; the lanes at the lowest one run together, so groups that
+have
+diverged meet again by themselves. An instruction that names lanes (`.sync`, `.aligned`) waits
+until those
 that are alive stand at it.
 """
 
-# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
+# ruff: noqa: SIM109 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 from cute_kernels.sim.core_bits import bits_of_f64, jit, low_mask
@@ -319,7 +322,8 @@ def execute(instr, kind, pc, active, member, regs, vec, ranges, ctx, scratch):
 
 @jit
 def branch_table(instr, mask, active, pc, regs, vec, pcs):
-    """brx.idx: each lane goes to the entry its register names; False for an index out of the table."""
+    """brx.idx: each lane goes to the entry its register names; False for an index out of the
+    table."""
     for lane in range(32):
         if (active >> lane) & 1:
             index = regs[instr[A], lane] & 0xFFFFFFFF

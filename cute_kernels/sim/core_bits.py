@@ -1,10 +1,11 @@
 """Bit-level primitives of the compiled core: reinterpretation, unsigned arithmetic, raw memory.
 
-The core keeps every 64-bit value as int64 (numba turns int64 mixed with uint64 into float64), so what
+The core keeps every 64-bit value as int64 (numba turns int64 mixed with uint64 into float64), so
+what
 needs an unsigned view of the bits is an LLVM instruction here.
 """
 
-# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
+# ruff: noqa: SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import hashlib
@@ -37,7 +38,8 @@ _SOURCES = _fingerprint()
 def jit(function: Callable[..., Any]) -> Any:
     """Compile for the types of the first call, and cache on disk.
 
-    numba takes a cached function for fresh while its own file is unchanged, although it holds copies of
+    numba takes a cached function for fresh while its own file is unchanged, although it holds
+    copies of
     what it calls: here it is fresh while no file of the core has changed.
     """
     dispatcher = numba.njit(cache=True, error_model="numpy", boundscheck=False)(function)

@@ -1,11 +1,12 @@
 """Floating-point arithmetic of the compiled core, on raw bits, rounded as the PTX manual says.
 
-Every operation is IEEE with one rounding. The `.approx` forms (ex2, lg2, rcp, rsqrt, tanh, sin, cos,
+Every operation is IEEE with one rounding. The `.approx` forms (ex2, lg2, rcp, rsqrt, tanh, sin,
+cos,
 div, sqrt) are computed in double precision and rounded once: correctly rounded but for rare double
 rounding, which a GPU is not (simulator.md gives the measured differences).
 """
 
-# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
+# ruff: noqa: SIM109 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import math
@@ -31,7 +32,8 @@ EX2, LG2, SIN, COS, TANH, NEG, ABS, COPYSIGN = range(10, 18)
 FTZ, SAT, NAN, ABSOLUTE, XORSIGN, RELU, THREE, APPROX = 1, 2, 4, 8, 16, 32, 64, 128
 MODE_SHIFT = 8
 RN, RZ, RM, RP, RNA = range(5)
-# formats: name -> (mantissa bits, exponent bias, largest finite code, infinity code or -1, NaN code)
+# formats: name -> (mantissa bits, exponent bias, largest finite code, infinity code or -1, NaN
+# code)
 F32_FORMAT, F16_FORMAT, BF16_FORMAT, E4M3_FORMAT, E5M2_FORMAT, E2M1_FORMAT, E2M3_FORMAT = range(7)
 E3M2_FORMAT, TF32_FORMAT = 7, 8
 FORMATS = np.array(
@@ -321,22 +323,24 @@ def f16_op(op, flags, fmt, a, b, c):
         return (a & 0x8000) | (b & 0x7FFF)
     if op == MIN or op == MAX:
         # the order of the codes' fp32 images is their order; NaN becomes NaN
-        r = minmax32(op, flags, bits_of_f32(np.float32(widen(a, fmt))),
-                     bits_of_f32(np.float32(widen(b, fmt))), bits_of_f32(np.float32(widen(c, fmt))))  # fmt: skip
-        return round_to(bits_of_f64(np.float64(f32_of(r))), fmt, RN, False)
-    x, y = widen(a, fmt), widen(b, fmt)
+        x = bits_of_f32(np.float32(widen(a, fmt)))
+        y = bits_of_f32(np.float32(widen(b, fmt)))
+        z = bits_of_f32(np.float32(widen(c, fmt)))
+        best = minmax32(op, flags, x, y, z)
+        return round_to(bits_of_f64(np.float64(f32_of(best))), fmt, RN, False)
+    u, v = widen(a, fmt), widen(b, fmt)
     if op == ADD:
-        r = add_odd(x, y)
+        r = add_odd(u, v)
     elif op == SUB:
-        r = add_odd(x, -y)
+        r = add_odd(u, -v)
     elif op == MUL:
-        r = x * y
+        r = u * v
     elif op == FMA:
-        r = add_odd(x * y, widen(c, fmt))
+        r = add_odd(u * v, widen(c, fmt))
     elif op == DIV:
-        r = x / y
+        r = u / v
     else:
-        r = unary(op, x)
+        r = unary(op, u)
     code = round_to(bits_of_f64(r), fmt, flags >> MODE_SHIFT, False)
     if flags & FTZ and (code & 0x7FFF) <= low_mask(FORMATS[fmt, _MANTISSA]):
         code &= 0x8000

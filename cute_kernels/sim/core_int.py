@@ -1,10 +1,12 @@
-"""Integer arithmetic and conversions of the compiled core: one lane at a time, on raw bits in int64.
+"""Integer arithmetic and conversions of the compiled core: one lane at a time, on raw bits in
+int64.
 
-`bits` is the width of the instruction's type (8, 16, 32, 64), `signed` whether it is an s type. Results
+`bits` is the width of the instruction's type (8, 16, 32, 64), `signed` whether it is an s type.
+Results
 are cut to the destination by the caller.
 """
 
-# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
+# ruff: noqa: SIM109 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import math
@@ -427,7 +429,8 @@ def integral_float(kind, fmt, a, mode):
 
 @jit
 def to_ue8m0(x, mode, satfinite):
-    """Power-of-two scale of a double: the exponent, biased by 127; NaN is 0xFF; the sign is ignored."""
+    """Power-of-two scale of a double: the exponent, biased by 127; NaN is 0xFF; the sign is
+    ignored."""
     if math.isnan(x):
         return 0xFF
     bits = bits_of_f64(abs(x))

@@ -1,6 +1,5 @@
 """Instructions in which lanes see each other, in the compiled core."""
 
-# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 from cute_kernels.sim.core_bits import jit, low_mask, sign_extend, ult

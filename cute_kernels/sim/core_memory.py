@@ -1,11 +1,13 @@
-"""Loads, stores, atomics and matrix moves of the compiled core, with the shadow checks of shared memory.
+"""Loads, stores, atomics and matrix moves of the compiled core, with the shadow checks of shared
+memory.
 
 `ctx` is the state that a warp shares with the core, an int64 array with the fields below. Process
-memory is read and written through its addresses; every access is checked against the live ranges, the
-window, or the stack frame first, for all lanes, so that a faulting instruction has done nothing yet.
+memory is read and written through its addresses; every access is checked against the live
+ranges, the
+window, or the stack frame first, for all lanes, so that a faulting instruction has done nothing
+yet.
 """
 
-# ruff: noqa: SIM109, SIM110 (plain loops and comparisons are what numba compiles best)
 from __future__ import annotations
 
 import numpy as np
@@ -93,7 +95,8 @@ def check_shared(row, offset, total, write, ctx):
 
 @jit
 def locate(address, space, total, lane, write, atomic, ranges, ctx, where):
-    """Fills where[:, lane] with (process address, table row or -1, offset); returns a fault or 0."""
+    """Fills where[:, lane] with (process address, table row or -1, offset); returns a fault or
+    0."""
     if address & (total - 1):
         return MISALIGNED
     if space == GENERIC:
@@ -242,7 +245,8 @@ def combine(op, kind, old, value, compare, bits, signed, flush):
 
 @jit
 def do_atomic(instr, active, regs, vec, ranges, ctx, where, pc):
-    """atom and red, one lane after the other; False on a fault. vec: values, comparands, results."""
+    """atom and red, one lane after the other; False on a fault. vec: values, comparands,
+    results."""
     size, parts, first = instr[BITS] >> 3, instr[COUNT], instr[FIRST]
     total = size * parts
     if not locate_all(instr, active, total, True, True, regs, ranges, ctx, where):
@@ -268,7 +272,8 @@ def do_atomic(instr, active, regs, vec, ranges, ctx, where, pc):
 
 @jit
 def do_matrix(instr, regs, vec, ranges, ctx, where, pc):
-    """ldmatrix and stmatrix of 8 x 8 16-bit matrices: lane 8 j + i gives the address of row i of matrix j."""
+    """ldmatrix and stmatrix of 8 x 8 16-bit matrices: lane 8 j + i gives the address of row i of
+    matrix j."""
     parts, first = instr[COUNT], instr[FIRST]
     stores, transposed = instr[MODE] & 1, instr[MODE] & 2
     active = low_mask(8 * parts)

@@ -1,4 +1,5 @@
-"""The product of an MMA, compiled: numpy hands it to a threaded BLAS, which on a busy machine spends ten
+"""The product of an MMA, compiled: numpy hands it to a threaded BLAS, which on a busy machine
+spends ten
 times the work on waiting for its threads."""
 
 from __future__ import annotations

@@ -73,11 +73,11 @@ class Preparation:
         return self._programs[id(function)]
 
     def code(self, function: Function) -> Any:
-        """``function`` lowered for the compiled core (a `decode.Code`), kept as long as its module."""
+        """``function`` as a `decode_operands.Code`, kept as long as its module."""
         if id(function) not in self._codes:
-            from cute_kernels.sim.decode import Code  # needs numba
+            from cute_kernels.sim.decode import lower  # needs numba
 
-            self._codes[id(function)] = Code(function)
+            self._codes[id(function)] = lower(function)
         return self._codes[id(function)]
 
     def _scan(self) -> None:

@@ -1,9 +1,12 @@
-"""Memories of a simulated launch: shared memory with shadow state, and global memory at its real addresses.
+"""Memories of a simulated launch: shared memory with shadow state, and global memory at its real
+addresses.
 
 Address spaces as kernels see them (64 bits):
-    shared   cluster rank << 24 | offset in the CTA's window; the window's first RESERVED bytes belong to
+    shared   cluster rank << 24 | offset in the CTA's window; the window's first RESERVED bytes
+    belong to
              the system, static variables follow, then dynamic shared memory
-    generic  SHARED_BASE | shared address, LOCAL_BASE | local address, anything else is a process address
+    generic  SHARED_BASE | shared address, LOCAL_BASE | local address, anything else is a process
+    address
     global, param, const   process addresses
 """
 
@@ -27,7 +30,8 @@ OFFSET_MASK = (1 << RANK_SHIFT) - 1
 
 
 class SharedMemory:
-    """The shared-memory window of one CTA with its shadow state; every array has one element per byte.
+    """The shared-memory window of one CTA with its shadow state; every array has one element per
+    byte.
 
     data          uint8, the contents; 0xFF until written
     init          uint8, 1 once the byte has been written
@@ -48,7 +52,8 @@ class SharedMemory:
 class TensorRanges:
     """Storages of the CPU tensors of this process, found by asking the garbage collector.
 
-    A scan takes tenths of a second in a large process, so what it found is kept: a tensor stays known
+    A scan takes tenths of a second in a large process, so what it found is kept: a tensor stays
+    known
     until it dies.
     """
 
@@ -66,7 +71,8 @@ class TensorRanges:
         return list(self._known)
 
     def scan(self, generation: int) -> None:
-        """Adds the tensors among the objects of one generation of the collector; 2 holds most objects."""
+        """Adds the tensors among the objects of one generation of the collector; 2 holds most
+        objects."""
         is_tensor: dict[type, bool] = {}
         for thing in gc.get_objects(generation):
             kind = type(thing)
@@ -92,7 +98,8 @@ def _storage(tensor: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 class GlobalMemory:
-    """Process memory that kernels may touch: storages of live CPU tensors and owned or allowed ranges.
+    """Process memory that kernels may touch: storages of live CPU tensors and owned or allowed
+    ranges.
 
     Tensors are searched for lazily, when an access falls outside the ranges known so far. Ranges of
     tensors that have been freed are dropped by `refresh`.
@@ -104,7 +111,8 @@ class GlobalMemory:
         self.ranges = np.zeros((0, 2), np.int64)
 
     def own(self, size: int, data: bytes | None = None, align: int = 128) -> int:
-        """Allocates launch-owned memory (parameters, module variables, cudaMalloc); returns the address."""
+        """Allocates launch-owned memory (parameters, module variables, cudaMalloc); returns the
+        address."""
         raw = np.zeros(size + align, np.uint8)
         address = -(-raw.ctypes.data // align) * align
         self._owned[address] = (max(size, 1), raw)
@@ -133,7 +141,8 @@ class GlobalMemory:
         )
 
     def search(self, address: int, size: int) -> bool:
-        """Is [address, address + size) in a live allocation? Looks for new tensors, youngest first."""
+        """Is [address, address + size) in a live allocation? Looks for new tensors, youngest
+        first."""
         for generation in range(3):
             if self.contains(address, size):
                 return True
@@ -173,7 +182,8 @@ def raw_view(address: int, size: int) -> np.ndarray:
 
 
 def _merge(ranges: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Sorted, disjoint (lo, hi) rows. Only overlapping ranges merge: touching neighbours stay apart, so
+    """Sorted, disjoint (lo, hi) rows. Only overlapping ranges merge: touching neighbours stay
+    apart, so
     an access that runs from one tensor into the next is still out of bounds."""
     out: list[list[int]] = []
     for lo, hi in sorted(ranges):

@@ -1,7 +1,9 @@
 """Parser of PTX text: text -> Module of Functions of Instrs, with line numbers and source lines.
 
-The grammar is the subset of the PTX ISA that NVVM and inline assembly emit: module directives, one or
-more functions, nested scopes with their own registers and labels, instructions. Nothing is evaluated
+The grammar is the subset of the PTX ISA that NVVM and inline assembly emit: module directives,
+one or
+more functions, nested scopes with their own registers and labels, instructions. Nothing is
+evaluated
 here; `decode.py` lowers the result for the interpreter.
 """
 
@@ -9,17 +11,22 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-
-class PtxError(ValueError):
-    """The text is not PTX that this parser understands; the message names the line."""
+from cute_kernels.sim.ptx_text import (
+    FUNCTION,
+    LINE_DIRECTIVE,
+    PtxError,
+    split_list,
+    statements,
+    strip_comments,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Reg:
-    """A virtual register: `id` is its row in the register file of a warp, `type` is "pred", "b32", ..."""
+    """A virtual register: `id` is its row in the register file of a warp, `type` is "pred",
+    "b32", ..."""
 
     id: int
     type: str
@@ -28,7 +35,8 @@ class Reg:
 
 @dataclass(frozen=True, slots=True)
 class Imm:
-    """A literal as 64 raw bits: integers are two's complement, `0f`/`0d` literals their IEEE bits."""
+    """A literal as 64 raw bits: integers are two's complement, `0f`/`0d` literals their IEEE
+    bits."""
 
     bits: int
 
@@ -95,7 +103,8 @@ Operand = Reg | Imm | Sym | Special | Sink | Not | Addr | Vec | Pair | TensorAdd
 
 @dataclass(slots=True)
 class Instr:
-    """One instruction. `mods` are the dotted parts after `base`; `guard` is (predicate register, negated)."""
+    """One instruction. `mods` are the dotted parts after `base`; `guard` is (predicate register,
+    negated)."""
 
     index: int
     base: str
@@ -119,7 +128,8 @@ class Instr:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A declared variable: `space` is param, shared, global, local or const; `size` in bytes (0 if extern)."""
+    """A declared variable: `space` is param, shared, global, local or const; `size` in bytes (0
+    if extern)."""
 
     name: str
     space: str
@@ -131,7 +141,8 @@ class Variable:
 
 @dataclass(slots=True)
 class Function:
-    """`num_regs` counts the rows of the register file; `params` and `returns` are in declaration order."""
+    """`num_regs` counts the rows of the register file; `params` and `returns` are in declaration
+    order."""
 
     name: str
     entry: bool
@@ -167,15 +178,15 @@ TYPE_BYTES = {
     "f64": 8, "b128": 16,
 }  # fmt: skip
 _NAME = r"[A-Za-z$_%.][\w$.]*"
-_LABEL = re.compile(r"\s*([A-Za-z$_%][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
-_LINE_DIRECTIVE = re.compile(r"\.(loc|file|version|target|address_size)\b")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
 _REG_DECL = re.compile(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", re.S)
-_FUNC = re.compile(r"((?:\.(?:visible|weak|extern|common)\s+)*)\.(entry|func)\b\s*(.*)", re.S)
 _VAR = re.compile(
     r"((?:\.(?:visible|weak|extern|common)\s+)*)\.(param|shared|global|local|const)\b\s*(.*)", re.S
+)
+_ATTRIBUTES = re.compile(
+    r"\.(?:ptr|align\s+\d+|global|const|shared|local|generic|attribute\([^)]*\))(?!\w)"
 )
 _INT = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)[uU]?$")
 
@@ -215,89 +226,6 @@ class _Scope:
         return None
 
 
-def _strip_comments(text: str) -> str:
-    """Blanks comments, keeping the line structure."""
-    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group().count("\n"), text, flags=re.S)
-    return re.sub(r"//[^\n]*", "", text)
-
-
-def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (line, piece): statements without `;`, "{" and "}" of scopes, "name:" labels, line directives."""
-    start, depth, buffer = 0, 0, ""
-    for number, raw in enumerate(text.split("\n"), 1):
-        line = raw
-        if not buffer and _LINE_DIRECTIVE.match(line.lstrip()):
-            yield number, line.strip()
-            continue
-        while line:
-            if not buffer:
-                line = line.lstrip()
-                if not line:
-                    break
-                start = number
-                if line[0] in "{}":
-                    yield number, line[0]
-                    line = line[1:]
-                    continue
-                label = _LABEL.match(line)
-                if label:
-                    yield number, label.group(1) + ":"
-                    line = line[label.end() :]
-                    continue
-            end, depth = _statement_end(line, depth, buffer)
-            if end < 0:
-                buffer += line + "\n"
-                break
-            buffer += line[:end]
-            if line[end] == ";":
-                yield start, buffer.strip()
-                line = line[end + 1 :]
-            else:  # "{" opens the body of a function or section
-                yield start, buffer.strip()
-                line = line[end:]
-            buffer = ""
-    if buffer.strip():
-        raise PtxError(f"line {start}: the text ends inside {buffer.strip()[:60]!r}: truncated PTX")
-
-
-def _statement_end(line: str, depth: int, buffer: str) -> tuple[int, int]:
-    """Position of the `;` or of the `{` that ends the statement, or -1, and the new bracket depth."""
-    head = (buffer + line).lstrip()
-    opens_body = bool(_FUNC.match(head)) or head.startswith(".section")
-    quoted = False
-    for i, c in enumerate(line):
-        if c == '"':
-            quoted = not quoted
-        elif quoted:
-            continue
-        elif c == ";":
-            return i, 0
-        elif c in "([":
-            depth += 1
-        elif c in ")]":
-            depth -= 1
-        elif c == "{" and opens_body and depth == 0:
-            return i, 0
-    return -1, depth
-
-
-def _split(text: str) -> list[str]:
-    """Splits at top-level commas."""
-    parts, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        if c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-        elif c == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    tail = text[start:].strip()
-    if tail:
-        parts.append(tail)
-    return parts
-
-
 def _parse_variable(line: int, text: str) -> Variable:
     match = _VAR.match(text)
     if match is None:
@@ -305,8 +233,7 @@ def _parse_variable(line: int, text: str) -> Variable:
     linkage, space, rest = match.groups()
     # behind .ptr it is the alignment of what the parameter points to
     align = None if ".ptr" in rest else re.search(r"\.align\s+(\d+)", rest)
-    pointer_free = re.sub(r"\.(?:ptr|align\s+\d+|global|const|shared|local|generic|attribute\([^)]*\))(?![\w])",
-                          " ", rest)  # fmt: skip
+    pointer_free = _ATTRIBUTES.sub(" ", rest)
     head, _, init = pointer_free.partition("=")
     declared = re.match(
         rf"\s*(?:\.(v2|v4)\s+)?\.(\w+)\s+({_NAME})\s*((?:\[[^\]]*\])*)\s*$", head, re.S
@@ -332,10 +259,10 @@ def _parse_variable(line: int, text: str) -> Variable:
 
 def _initializer(line: int, kind: str, text: str) -> bytes:
     out = bytearray()
-    for item in _split(text.strip().strip("{}").replace("{", "").replace("}", "")):
+    for item in split_list(text.strip().strip("{}").replace("{", "").replace("}", "")):
         if not _INT.match(item) and not re.match(r"0[fFdD][0-9a-fA-F]+$", item):
             raise PtxError(
-                f"line {line}: initialiser {item!r} is not a literal (address constants are unsupported)"
+                f"line {line}: initialiser {item!r} is not a literal (addresses are unsupported)"
             )
         bits = _literal(item, line)
         out += (bits & ((1 << 8 * TYPE_BYTES[kind]) - 1)).to_bytes(TYPE_BYTES[kind], "little")
@@ -389,7 +316,7 @@ class _FunctionParser:
         if match is None:
             raise PtxError(f"line {line}: cannot read {text[:80]!r}")
         width, kind, names = match.groups()
-        for name in _split(names):
+        for name in split_list(names):
             if width:
                 parts = {
                     f"{name}.{c}": self._new(f"{name}.{c}", kind) for c in "xyzw"[: int(width)]
@@ -438,7 +365,7 @@ class _FunctionParser:
         if first == "[":
             return self._address(text[1:-1].strip(), line)
         if first in "{(":
-            return Vec(tuple(self.operand(t, line) for t in _split(text[1:-1])))
+            return Vec(tuple(self.operand(t, line) for t in split_list(text[1:-1])))
         if text == "_":
             return Sink()
         if "|" in text:
@@ -461,7 +388,7 @@ class _FunctionParser:
         return Sym(text)
 
     def _address(self, text: str, line: int) -> Addr | TensorAddr:
-        parts = _split(text)
+        parts = split_list(text)
         if len(parts) > 1:
             base = self._address(parts[0], line)
             coords = self.operand(parts[1], line)
@@ -494,7 +421,7 @@ class _FunctionParser:
         mnemonic, _, rest = body.replace("\t", " ").replace("\n", " ").strip().partition(" ")
         base, *mods = mnemonic.split(".")
         # "shared::cta" and the like contain no dot, so a plain split is enough
-        operands = tuple(self.operand(t, line) for t in _split(rest))
+        operands = tuple(self.operand(t, line) for t in split_list(rest))
         instr = Instr(
             len(self.function.instrs), base, tuple(mods), operands, guard, line,
             " ".join(text.split()), self.source,
@@ -511,7 +438,7 @@ class _FunctionParser:
             self.declare_regs(line, text)
         elif text.startswith(".branchtargets"):
             # belongs to the label just before it
-            names = tuple(_split(text[len(".branchtargets") :]))
+            names = tuple(split_list(text[len(".branchtargets") :]))
             label = next(reversed(self.scope.labels))
             self.scope.tables[label] = names
         elif text.startswith((".pragma", ".callprototype")):
@@ -540,7 +467,7 @@ class _FunctionParser:
 
 
 def _parse_signature(line: int, text: str) -> Function:
-    match = _FUNC.match(text)
+    match = FUNCTION.match(text)
     assert match is not None
     _, kind, rest = match.groups()
     header = re.match(
@@ -551,7 +478,7 @@ def _parse_signature(line: int, text: str) -> Function:
     returns, name, params, attributes = header.groups()
 
     def variables(group: str | None) -> list[Variable]:
-        return [_parse_variable(line, v) for v in _split(group.strip()[1:-1])] if group else []
+        return [_parse_variable(line, v) for v in split_list(group.strip()[1:-1])] if group else []
 
     directives: dict[str, tuple[int, ...]] = {}
     for key, values in re.findall(r"\.(\w+)\s*((?:[\d]+\s*,?\s*)*)", attributes):
@@ -574,8 +501,8 @@ def parse(text: str) -> Module:
     body: _FunctionParser | None = None
     skip = 0  # depth of a .section
     section = False
-    clean = _strip_comments(text)
-    for line, piece in _statements(clean):
+    clean = strip_comments(text)
+    for line, piece in statements(clean):
         if section or skip:
             section = False
             skip += (piece == "{") - (piece == "}")
@@ -588,7 +515,7 @@ def parse(text: str) -> Module:
                     body = None
             elif piece.endswith(":"):
                 body.label(piece[:-1])
-            elif _LINE_DIRECTIVE.match(piece):
+            elif LINE_DIRECTIVE.match(piece):
                 body.location(piece)
             else:
                 body.statement(line, piece)
@@ -602,7 +529,7 @@ def parse(text: str) -> Module:
             target = piece.split(None, 1)[1].split(",")[0].strip()
         elif piece.startswith(".section"):
             section = True
-        elif _FUNC.match(piece):
+        elif FUNCTION.match(piece):
             pending = _parse_signature(line, piece)
         elif _VAR.match(piece):
             variable = _parse_variable(line, piece)

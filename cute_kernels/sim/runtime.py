@@ -84,7 +84,8 @@ class Runtime:
             shim.nvfp4_sim_set(ctypes.c_int(i), entry)
 
     def disconnect(self, shim: ctypes.CDLL) -> None:
-        """Takes the callbacks back: a launch outside of a simulator is an error, not a jump to nowhere."""
+        """Takes the callbacks back: a launch outside of a simulator is an error, not a jump to
+        nowhere."""
         for i in range(len(self._entries)):
             shim.nvfp4_sim_set(ctypes.c_int(i), None)
 
@@ -198,7 +199,8 @@ def _image(address: int) -> bytes:
 
 
 def elf_size(header: bytes) -> int:
-    """Bytes of a 64-bit ELF object, from its first 64: it ends with its section or its program headers."""
+    """Bytes of a 64-bit ELF object, from its first 64: it ends with its section or its program
+    headers."""
     programs, sections = struct.unpack_from("<QQ", header, 32)
     program_size, programs_count, section_size, sections_count = struct.unpack_from(
         "<4H", header, 54

@@ -1,9 +1,13 @@
-"""Launches on file: what a kernel was given, so that it can run again without the program that launched it.
+"""Launches on file: what a kernel was given, so that it can run again without the program that
+launched it.
 
 A file is a numpy archive (.npz): the PTX text, kernel name, grid, block, cluster, shared bytes, the
-parameter block, and the allocations that the parameters point into, with their addresses. On loading,
-the allocations get new memory and every parameter word that pointed into one is moved along, tensor maps
-included (their first eight bytes are the address). Pointers stored inside the allocations are not moved.
+parameter block, and the allocations that the parameters point into, with their addresses. On
+loading,
+the allocations get new memory and every parameter word that pointed into one is moved along,
+tensor maps
+included (their first eight bytes are the address). Pointers stored inside the allocations are
+not moved.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ Dim3 = tuple[int, int, int]
 
 @dataclasses.dataclass
 class SavedLaunch:
-    """A launch with the memory it may read. ``memory`` maps the address an allocation had to its bytes."""
+    """A launch with the memory it may read. ``memory`` maps the address an allocation had to its
+    bytes."""
 
     ptx: str
     name: str
@@ -81,7 +86,8 @@ class SavedLaunch:
         return parse(self.ptx)
 
     def rebased(self, moved: dict[int, int]) -> bytes:
-        """The parameter block with its pointers into ``memory`` moved to the addresses in ``moved``."""
+        """The parameter block with its pointers into ``memory`` moved to the addresses in
+        ``moved``."""
         usable = len(self.params) // 8 * 8
         words = np.frombuffer(self.params[:usable], np.uint64).copy()
         for i, word in enumerate(words.tolist()):

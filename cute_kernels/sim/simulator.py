@@ -65,7 +65,8 @@ class Simulator:
     resident  clusters that run at the same time
     core      what executes the warps: "compiled" (needs numba), "numpy" (slower, needs nothing), or
               "auto": compiled where numba is installed
-    record    True keeps what every launch was given in ``requests`` (`saved.SavedLaunch`, to be saved and
+    record    True keeps what every launch was given in ``requests`` (`saved.SavedLaunch`, to be
+    saved and
               run again by `python -m cute_kernels.sim`)
 
     A fault raises a `SimError` that names kernel, CTA, warp and PTX line, out of the call that
@@ -197,7 +198,8 @@ class Simulator:
 
 
 def _answer_device_count() -> Callable[[], None]:
-    """The loader asks the driver, through cuda.bindings, how many devices there are: one, while a simulator is active.
+    """The loader asks the driver, through cuda.bindings, how many devices there are: one, while
+    a simulator is active.
     Returns the function that takes the answer back."""
     from cuda.bindings import runtime
 

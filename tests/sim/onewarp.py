@@ -1,5 +1,6 @@
 """One instruction on many values: a kernel written in PTX around it, run on either core."""
 
+# ruff: noqa: E501 (PTX and tables)
 from __future__ import annotations
 
 import struct

@@ -1,5 +1,6 @@
 """Floating-point instructions and conversions on both cores, against exact arithmetic, torch and ml_dtypes."""
 
+# ruff: noqa: E501 (PTX and tables)
 from __future__ import annotations
 
 import math

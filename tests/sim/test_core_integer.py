@@ -1,5 +1,6 @@
 """Integer instructions, one by one, on both cores; the values follow the definitions of the PTX manual."""
 
+# ruff: noqa: E501 (PTX and tables)
 from __future__ import annotations
 
 from typing import Any

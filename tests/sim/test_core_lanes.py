@@ -1,5 +1,6 @@
 """Instructions between lanes, divergence, and control flow, on both cores."""
 
+# ruff: noqa: E501 (PTX and tables)
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,6 @@
 """Loads, stores, atomics and matrix moves on both cores, and the faults they report."""
 
+# ruff: noqa: E501 (PTX and tables)
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,6 @@
 """The parser of PTX text."""
 
+# ruff: noqa: E501 (PTX and tables)
 from __future__ import annotations
 
 import pytest
