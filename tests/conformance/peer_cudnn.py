@@ -41,9 +41,21 @@ def _scales(scale: torch.Tensor) -> torch.Tensor:
     return data.tiled_scales(scale).permute(3, 4, 1, 5, 2, 0)
 
 
+def _pointer(dtype: type, address: int, align: int) -> object:
+    return make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
 def _case(
-    name: str, counts: list[int], n: int, k: int, pair: bool, row_scale: bool, dynamic: bool
+    name: str,
+    counts: list[int],
+    n: int,
+    k: int,
+    pair: bool,
+    row_scale: bool = False,
+    dynamic: bool = True,
+    discrete: bool = False,
 ) -> Case:
+    """`discrete`: weights by an array of addresses; a first kernel builds a tensor map for each."""
     generator = torch.Generator().manual_seed(len(name))
     experts, rows = len(counts), sum(counts)
     tile_m = 256 if pair else 128
@@ -58,22 +70,29 @@ def _case(
         discrete_col_sfd=False,
         enable_bias=False,
         expert_cnt=experts,
-        weight_mode=MoEWeightMode.DENSE,
+        weight_mode=MoEWeightMode.DISCRETE if discrete else MoEWeightMode.DENSE,
         use_dynamic_sched=dynamic,
     )
     fp4, bf16, f32, i32 = cutlass.Float4E2M1FN, cutlass.BFloat16, cutlass.Float32, cutlass.Int32
     order = (1, 0, 2)
     workspace = torch.zeros(4096, dtype=torch.uint8)
     aligned = workspace.data_ptr() + (-workspace.data_ptr()) % 128
-    pointer = make_ptr(cutlass.Uint8, aligned, cute.AddressSpace.gmem, assumed_align=128)
+    pointer = _pointer(cutlass.Uint8, aligned, 128)
+    a, b = data.operand(generator, rows, k), data.operand(generator, experts, n, k)
+    b_scales = data.tiled_scales(b.scale)
+    addresses = torch.tensor(
+        [[b.codes[e].data_ptr() for e in range(experts)]]
+        + [[b_scales[e].data_ptr() for e in range(experts)]]
+    )
+    b_addresses = [_pointer(cutlass.Int64, addresses[i].data_ptr(), 8) for i in range(2)]
     compiled = cute.compile(
         kernel,
         a=_fake(fp4, (rows, k, 1), order),
-        b=_fake(fp4, (n, k, experts), order),
-        sfb=_fake_scales(n, k, experts),
-        n=cutlass.Int32(0),
-        k=cutlass.Int32(0),
-        b_stride_size=cutlass.Int64(0),
+        b=b_addresses[0] if discrete else _fake(fp4, (n, k, experts), order),
+        sfb=b_addresses[1] if discrete else _fake_scales(n, k, experts),
+        n=cutlass.Int32(n),
+        k=cutlass.Int32(k),
+        b_stride_size=cutlass.Int64(k),
         b_major_mode=OperandMajorMode.K,
         workspace_ptr=pointer,
         d=_fake(bf16, (rows, n, 1), order),
@@ -92,7 +111,6 @@ def _case(
         stream=cuda.CUstream(0),
         options="--enable-tvm-ffi",
     )
-    a, b = data.operand(generator, rows, k), data.operand(generator, experts, n, k)
     alpha, prob = (
         data.powers_of_two(generator, experts),
         data.powers_of_two(generator, rows, 1, 1),
@@ -101,8 +119,8 @@ def _case(
     out = torch.empty(rows, n, 1, dtype=torch.bfloat16)
     out_col = torch.empty(rows, n, 1, dtype=torch.bfloat16)
     a4 = a.fp4.unsqueeze(-1)
-    b4 = b.fp4.permute(1, 2, 0)
-    arguments = [a4, b4, _scales(b.scale), 0, 0, 0, pointer, out, out_col, _scales(a.scale[None])]
+    weights = b_addresses if discrete else [b.fp4.permute(1, 2, 0), _scales(b.scale)]
+    arguments = [a4, *weights, n, k, k, pointer, out, out_col, _scales(a.scale[None])]
     arguments += [None, None, None, None, data.offsets(counts)[1:].clone(), alpha, per_row]
     arguments += [None, prob]
     bound = [as_device(argument) for argument in arguments]
@@ -120,12 +138,15 @@ def _case(
         data.check_equal(out[:, :, 0], acc.to(torch.bfloat16), name)
         return "bit-equal"
 
-    return Case(name, launch, {"out": out}, check, macs=rows * n * k)
+    keep = [b.codes, b_scales, addresses]
+    return Case(name, launch, {"out": out}, check, macs=rows * n * k, keep=keep)
 
 
 def cases() -> Iterator[Case]:
-    """Pairs and single CTAs, dynamic and static schedules, with and without a scale per row."""
-    yield _case("cudnn.quant.2cta", [256], 256, 512, True, False, True)
-    yield _case("cudnn.quant.2cta.ragged", [256, 0, 512, 256], 512, 256, True, True, True)
-    yield _case("cudnn.quant.1cta", [256], 256, 512, False, False, True)
-    yield _case("cudnn.quant.1cta.static", [256, 512], 512, 256, False, True, False)
+    """Pairs and single CTAs, both schedulers, scales per row, maps made on the device."""
+    yield _case("cudnn.quant.2cta", [256], 256, 512, True)
+    yield _case("cudnn.quant.2cta.ragged", [256, 0, 512, 256], 512, 256, True, row_scale=True)
+    yield _case("cudnn.quant.1cta", [256], 256, 512, False)
+    yield _case("cudnn.quant.1cta.static", [256, 512], 512, 256, False, True, dynamic=False)
+    yield _case("cudnn.quant.2cta.discrete", [256, 0, 256], 256, 256, True, discrete=True)
+    yield _case("cudnn.quant.1cta.discrete", [256, 256], 512, 256, False, discrete=True)
