@@ -24,6 +24,10 @@ MAINLOOPS = {  # one mainloop may be longer than another file
 # Names that users type: their signatures are part of the design (keywords with defaults).
 WIDE_SIGNATURES = {
     "moe/layer.py": {"MoE.__init__"},
+    "cute_kernels/sm90/host.py": {"sm90_grouped_gemm"},  # optional parts of one GEMM, by keyword
+    # numba passes arrays one by one: a tuple of mixed types would be unpacked at every call
+    "cute_kernels/sim/core.py": {"execute"},
+    "cute_kernels/sim/core_memory.py": {"locate", "locate_all"},
 }
 # What moe may import of cute_kernels.
 DOORS = {"ops", "gemm_ops", "nvfp4", "activations", "torch_math"}
