@@ -238,6 +238,16 @@ def test_fma_just_off_a_halfway_point(mantissa: int, exponent: int, distance: in
         check_fma(half, sign, sign * c)
 
 
+@quick
+@given(st.integers(2**23, 2**24 - 1), st.integers(10, 12))
+def test_fma_just_above_a_halfway_point(mantissa: int, k: int) -> None:
+    """(2^k + 1)(2^2k - 2^k + 1) = 2^3k + 1, half an ulp of c and a little more: fp64 rounds the sum
+    down to the tie, and what was lost must still decide."""
+    a, b = 2.0**k + 1, 2.0 ** (2 * k) - 2.0**k + 1
+    for sign in (1.0, -1.0):
+        check_fma(a, sign * b, sign * mantissa * 2.0 ** (3 * k + 1))
+
+
 def test_fma_is_neither_two_roundings_nor_one_through_fp64() -> None:
     """2^24 + 2 + 1 - 2^-46: fp64 makes it the tie 2^24 + 3, which rounds to 2^24 + 4."""
     a, b, c = 1 + 2.0**-23, 1 - 2.0**-23, 2.0**24 + 2

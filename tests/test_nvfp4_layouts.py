@@ -101,7 +101,9 @@ def test_swizzle_is_the_byte_formula(rows: int, groups: int, seed: int) -> None:
     scale = random_bytes(rows, groups, seed=seed)
     got = nvfp4.swizzle(scale)
     assert_bytes_equal(got, swizzle_by_loop(scale))
-    assert_bytes_equal(nvfp4.unswizzle(got, rows, groups), scale)
+    plain = nvfp4.unswizzle(got, rows, groups)
+    assert_bytes_equal(plain, scale)
+    assert got.is_contiguous() and plain.is_contiguous()
 
 
 def test_swizzle_keeps_leading_dimensions_and_dtype() -> None:
