@@ -204,20 +204,28 @@ def _check_quantize(
         _check_vector(row_scale, "row_scale", torch.float32, x.shape[0], x.device)
 
 
+def check_routing(topk_ids: Tensor, topk_weights: Tensor) -> None:
+    """Raises TypeError or ValueError unless ids are int32/int64 (T, K) and weights floats of the
+    same shape and device. Strided views are fine."""
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    if not topk_weights.dtype.is_floating_point:
+        raise TypeError(f"topk_weights must be floating point, got {topk_weights.dtype}")
+    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
+        raise ValueError(
+            f"topk_ids and topk_weights must both be (T, K), got {tuple(topk_ids.shape)} and "
+            f"{tuple(topk_weights.shape)}"
+        )
+    if topk_ids.device != topk_weights.device:
+        raise ValueError(
+            f"topk_ids are on {topk_ids.device}, topk_weights on {topk_weights.device}"
+        )
+
+
 def _check_sort(
     ids: Tensor, weights: Tensor, num_experts: int, first: int, local: int, pad: int
 ) -> None:
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
-    if not weights.dtype.is_floating_point:
-        raise TypeError(f"topk_weights must be floating point, got {weights.dtype}")
-    if ids.dim() != 2 or ids.shape != weights.shape:
-        raise ValueError(
-            f"topk_ids and topk_weights must both be (T, K), got {tuple(ids.shape)} and "
-            f"{tuple(weights.shape)}"
-        )
-    if ids.device != weights.device:
-        raise ValueError(f"topk_ids are on {ids.device}, topk_weights on {weights.device}")
+    check_routing(ids, weights)
     if not (first >= 0 and 1 <= local <= MAX_EXPERTS and first + local <= num_experts):
         raise ValueError(
             f"local experts must be 1 to {MAX_EXPERTS} of the {num_experts} experts, got "

@@ -187,7 +187,7 @@ def stage_rows(
     plan, planning = timed(lambda: _plan(cfg, weights, ids, mix))
     exact = unquantised(cfg, originals, x, plan)
     (values, gx), quantising = timed(
-        lambda: experts.stage_rows(x, ids, mix, plan, cfg, weights, numerics)
+        lambda: experts.stage_rows(x, ids, mix, cfg, weights, numerics)
     )
     token, expert = plan.row_token.long(), experts.row_expert(plan)
     xs, offsets = values[token], plan.expert_offsets

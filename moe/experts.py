@@ -143,7 +143,6 @@ def stage_rows(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    plan: RoutingPlan,
     cfg: MoEConfig,
     weights: ExpertWeights,
     numerics: Numerics,
@@ -191,20 +190,14 @@ def run_torch(
     if weights.num_experts == 0:  # more ranks than experts: this one computes no row
         none = torch.zeros((plan.row_token.numel(), weights.hidden), device=x.device)
         return combine(none, plan, topk_weights, x.dtype, shared)
-    token = plan.row_token.clamp(
-        min=0
-    ).long()  # (R,); rows that are not here compute token 0 and are dropped
+    # (R,); rows that are not here compute token 0 and are dropped
+    token = plan.row_token.clamp(min=0).long()
     expert = row_expert(plan)  # (R,)
-    values, gx = stage_rows(x, topk_ids, topk_weights, plan, cfg, weights, numerics)
+    values, gx = stage_rows(x, topk_ids, topk_weights, cfg, weights, numerics)
     torch.index_select(values, 0, token, out=x_rows)
     l1_scale, l2_scale = (s.view(torch.uint8) for s in (weights.l1_scale, weights.l2_scale))
     grouped_matmul(x_rows, weights.l1_data, l1_scale, plan.expert_offsets, gate_up)
-    step = cfg.projections
-    parts = []
-    for p in range(step):
-        part = gate_up[:, p::step] * (gx[token] * weights.g13[expert, p]).unsqueeze(-1)  # (R, I)
-        parts.append(part if weights.b13 is None else part + weights.b13[expert, p::step])
-    h = cfg.activation(TORCH_MATH, parts[0], parts[1] if step == 2 else None)  # (R, I) fp32
+    h = hidden_rows(gate_up, gx[token], expert, cfg, weights)
     gh = None if weights.gh is None else weights.gh[expert]
     values, gh = stage_hidden_rows(h, gh, numerics)
     h_rows.copy_(values)
@@ -214,6 +207,20 @@ def run_torch(
     o = (o if weights.b2 is None else o + weights.b2[expert]).bfloat16()
     mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
     return combine(o, plan, mix, x.dtype, shared)
+
+
+def hidden_rows(
+    acc: Tensor, gx: Tensor, expert: Tensor, cfg: MoEConfig, weights: ExpertWeights
+) -> Tensor:
+    """L1 accumulators (R, P*I) fp32 -> h (R, I) fp32: global scales, biases, activation. ``gx`` and
+    ``expert`` (R,) are the outer scale and the local expert of each row.
+    """
+    step = cfg.projections
+    parts = []
+    for p in range(step):
+        part = acc[:, p::step] * (gx * weights.g13[expert, p]).unsqueeze(-1)  # (R, I)
+        parts.append(part if weights.b13 is None else part + weights.b13[expert, p::step])
+    return cfg.activation(TORCH_MATH, parts[0], parts[1] if step == 2 else None)
 
 
 def row_expert(plan: RoutingPlan) -> Tensor:

@@ -18,9 +18,8 @@ from cute_kernels.gemm_ops import (
     grouped_gemm_act_quant,
     kernels_on,
 )
-from cute_kernels.torch_math import TORCH_MATH
 from moe.config import MoEConfig
-from moe.experts import Numerics, row_expert
+from moe.experts import Numerics, hidden_rows, row_expert
 from moe.plan import RoutingPlan
 from moe.reference import input_scale
 from moe.weights import ExpertWeights
@@ -55,7 +54,7 @@ def run_kernels(
             o = _static(rows, gx, plan, cfg, weights)
         else:
             o = _dynamic(rows, gx, plan, cfg, weights)
-        factors = torch.ones_like(mix) if cfg.weight_on_input else mix
+        factors = None if cfg.weight_on_input else mix
         return ops.combine(o, plan.token_rows, factors, shared, x.dtype)
 
 
@@ -81,11 +80,7 @@ def _dynamic(
     one = torch.ones_like(weights.g2)
     acc = grouped_gemm(rows, w13, plan.expert_offsets, one, out_dtype=torch.float32)
     token, expert = plan.row_token.clamp(min=0).long(), row_expert(plan)
-    parts, step = [], cfg.projections
-    for p in range(step):
-        part = acc[:, p::step] * (gx[token] * weights.g13[expert, p]).unsqueeze(-1)
-        parts.append(part if weights.b13 is None else part + weights.b13[expert, p::step])
-    h = cfg.activation(TORCH_MATH, parts[0], parts[1] if step == 2 else None)  # (R, I)
+    h = hidden_rows(acc, gx[token], expert, cfg, weights)
     data, scale, gh = ops.quantize_rows(h, plan.expert_offsets)
     hq = Rows(data, scale)
     return grouped_gemm(hq, w2, plan.expert_offsets, weights.g2, row_scale=gh, bias=weights.b2)

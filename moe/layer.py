@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from cute_kernels import nvfp4
 from cute_kernels.activations import BUILT_IN, Activation
 from cute_kernels.gemm_ops import start_simulator
+from cute_kernels.ops import check_routing
 from moe import reference
 from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.experts import Numerics, run_torch, scratch_buffers
 from moe.kernels import KERNEL_BACKENDS, run_kernels
-from moe.plan import check_routing
 from moe.router import route, router_logits
 from moe.weights import ExpertWeights
 from moe.workspace import Workspace, total_bytes

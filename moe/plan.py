@@ -9,6 +9,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from cute_kernels.ops import check_routing
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutingPlan:
@@ -47,24 +49,6 @@ class RoutingPlan:
     def num_experts(self) -> int:
         """Local experts."""
         return self.expert_offsets.numel() - 1
-
-
-def check_routing(topk_ids: Tensor, topk_weights: Tensor) -> None:
-    """Raises TypeError or ValueError unless ids are int32/int64 (T, K) and weights floats of the
-    same shape and device. Strided views are fine."""
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
-    if not topk_weights.dtype.is_floating_point:
-        raise TypeError(f"topk_weights must be floating point, got {topk_weights.dtype}")
-    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
-        raise ValueError(
-            f"topk_ids and topk_weights must both be (T, K), got {tuple(topk_ids.shape)} and "
-            f"{tuple(topk_weights.shape)}"
-        )
-    if topk_ids.device != topk_weights.device:
-        raise ValueError(
-            f"topk_ids are on {topk_ids.device}, topk_weights on {topk_weights.device}"
-        )
 
 
 def make_plan(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_kernels.sim.checks import IllegalInstruction, UnsupportedInstruction
+from cute_kernels.sim.checks import IllegalInstruction
 from cute_kernels.sim.operands import TYPES, Closure, getter, putter
 from cute_kernels.sim.ptx import Pair
 
@@ -158,10 +158,6 @@ def _activemask(instr: Any) -> Closure:
 def _nothing(instr: Any) -> Closure:
     """bar.warp.sync: its lanes meet (see `warp`), and there is nothing else to do."""
     return lambda w, m: None
-
-
-def _unsupported(instr: Any) -> Closure:
-    raise UnsupportedInstruction(f"{instr.opcode} is not modelled")
 
 
 BUILDERS: dict[str, Callable[[Any], Closure]] = {

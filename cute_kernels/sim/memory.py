@@ -121,13 +121,8 @@ class GlobalMemory:
         self.refresh()
         return address
 
-    def allow(self, address: int, size: int, keep: object = None) -> None:
-        """Declares [address, address + size) valid; `keep` is kept alive as long."""
-        self._owned[address] = (size, keep)
-        self.refresh()
-
     def release(self, address: int) -> None:
-        """Frees what `own` or `allow` made."""
+        """Frees what `own` made."""
         if self._owned.pop(address, None) is not None:
             self.refresh()
 

@@ -16,7 +16,7 @@ from cute_kernels.sim.shim import ENTRY_POINTS
 
 logger = logging.getLogger("cute_kernels.sim")
 
-SUCCESS, INVALID_VALUE, LAUNCH_FAILURE = 0, 1, 719
+SUCCESS, LAUNCH_FAILURE = 0, 719
 NUM_SMS = 4  # few, so that persistent kernels loop
 SMEM_PER_BLOCK_OPTIN = 232448
 _ENTRY = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_long] * 8)

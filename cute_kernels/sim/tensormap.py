@@ -7,7 +7,7 @@ cuTensorMapEncodeTiled).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -287,11 +287,6 @@ def cp_fenceproxy(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     cta, offset = target(warp, src, 128, 128)
     find_global(sim, dst, 128, True, instr.base)[:] = cta.shared.data[offset : offset + 128]
     touched(sim, dst)
-
-
-def with_box(tensor: TensorMap, box: tuple[int, ...]) -> TensorMap:
-    """The same tensor with another box."""
-    return replace(tensor, box=box)
 
 
 HANDLERS = {"tensormap.replace": tensormap_replace, "tensormap.cp_fenceproxy": cp_fenceproxy}

@@ -81,13 +81,6 @@ class Tmem:
 
     # ---- allocation ------------------------------------------------------------------------------
 
-    def room(self, columns: int) -> int | None:
-        """First column of a free stretch, or None."""
-        for start in range(0, COLUMNS - columns + 1, 32):
-            if not self.owned[start : start + columns].any():
-                return start
-        return None
-
     def take(self, column: int, columns: int, group: int, claimed: bool) -> None:
         self.owned[column : column + columns] = True
         self.allocations.append(Allocation(column, columns, group, claimed))
