@@ -24,6 +24,7 @@ from cute_kernels.nvfp4 import SWIZZLE_32_4_4, TILE_ROWS, Nvfp4Tensor
 from cute_kernels.torch_math import TORCH_MATH
 from moe.config import MoEConfig
 from moe.plan import RoutingPlan, make_plan
+from moe.ranges import stage
 from moe.reference import combine, input_scale
 from moe.weights import ExpertWeights
 from moe.workspace import Buffer, Workspace, allocate
@@ -184,29 +185,35 @@ def run_torch(
     """
     scratch = allocate(scratch_buffers(x.shape[0], cfg, weights), x.device, workspace)
     x_rows, gate_up, h_rows, down = scratch
-    plan = make_plan(
-        topk_ids, topk_weights, cfg.num_experts, weights.first_expert, weights.num_experts
-    )
+    with stage("moe.route"):
+        plan = make_plan(
+            topk_ids, topk_weights, cfg.num_experts, weights.first_expert, weights.num_experts
+        )
     if weights.num_experts == 0:  # more ranks than experts: this one computes no row
         none = torch.zeros((plan.row_token.numel(), weights.hidden), device=x.device)
         return combine(none, plan, topk_weights, x.dtype, shared)
-    # (R,); rows that are not here compute token 0 and are dropped
-    token = plan.row_token.clamp(min=0).long()
-    expert = row_expert(plan)  # (R,)
-    values, gx = stage_rows(x, topk_ids, topk_weights, cfg, weights, numerics)
-    torch.index_select(values, 0, token, out=x_rows)
+    with stage("moe.quantize"):
+        # (R,); rows that are not here compute token 0 and are dropped
+        token = plan.row_token.clamp(min=0).long()
+        expert = row_expert(plan)  # (R,)
+        values, gx = stage_rows(x, topk_ids, topk_weights, cfg, weights, numerics)
+        torch.index_select(values, 0, token, out=x_rows)
     l1_scale, l2_scale = (s.view(torch.uint8) for s in (weights.l1_scale, weights.l2_scale))
-    grouped_matmul(x_rows, weights.l1_data, l1_scale, plan.expert_offsets, gate_up)
-    h = hidden_rows(gate_up, gx[token], expert, cfg, weights)
-    gh = None if weights.gh is None else weights.gh[expert]
-    values, gh = stage_hidden_rows(h, gh, numerics)
-    h_rows.copy_(values)
-    grouped_matmul(h_rows, weights.l2_data, l2_scale, plan.expert_offsets, down)
-    alpha = weights.g2[expert] if gh is None else gh * weights.g2[expert]  # (R,)
-    o = down * alpha.unsqueeze(-1)
-    o = (o if weights.b2 is None else o + weights.b2[expert]).bfloat16()
-    mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
-    return combine(o, plan, mix, x.dtype, shared)
+    with stage("moe.l1"):
+        grouped_matmul(x_rows, weights.l1_data, l1_scale, plan.expert_offsets, gate_up)
+        h = hidden_rows(gate_up, gx[token], expert, cfg, weights)
+    with stage("moe.quantize"):
+        gh = None if weights.gh is None else weights.gh[expert]
+        values, gh = stage_hidden_rows(h, gh, numerics)
+        h_rows.copy_(values)
+    with stage("moe.l2"):
+        grouped_matmul(h_rows, weights.l2_data, l2_scale, plan.expert_offsets, down)
+        alpha = weights.g2[expert] if gh is None else gh * weights.g2[expert]  # (R,)
+        o = down * alpha.unsqueeze(-1)
+        o = (o if weights.b2 is None else o + weights.b2[expert]).bfloat16()
+    with stage("moe.combine"):
+        mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
+        return combine(o, plan, mix, x.dtype, shared)
 
 
 def hidden_rows(

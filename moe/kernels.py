@@ -21,6 +21,7 @@ from cute_kernels.gemm_ops import (
 from moe.config import MoEConfig
 from moe.experts import Numerics, hidden_rows, row_expert
 from moe.plan import RoutingPlan
+from moe.ranges import stage
 from moe.reference import input_scale
 from moe.weights import ExpertWeights
 
@@ -42,20 +43,23 @@ def run_kernels(
     mix = topk_weights.float()
     on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
     with kernels_on(x.device):
-        plan = RoutingPlan(
-            *ops.sort_routes(
-                topk_ids, mix, cfg.num_experts, weights.first_expert, weights.num_experts
+        with stage("moe.route"):
+            plan = RoutingPlan(
+                *ops.sort_routes(
+                    topk_ids, mix, cfg.num_experts, weights.first_expert, weights.num_experts
+                )
             )
-        )
         offsets = plan.expert_offsets
-        data, scale, gx = ops.quantize_rows(x, offsets, plan.row_token, given, on_input)
+        with stage("moe.quantize"):
+            data, scale, gx = ops.quantize_rows(x, offsets, plan.row_token, given, on_input)
         rows = Rows(data, scale, plan.row_token)
         if weights.gh is not None:
             o = _static(rows, gx, plan, cfg, weights)
         else:
             o = _dynamic(rows, gx, plan, cfg, weights)
         factors = None if cfg.weight_on_input else mix
-        return ops.combine(o, plan.token_rows, factors, shared, x.dtype)
+        with stage("moe.combine"):
+            return ops.combine(o, plan.token_rows, factors, shared, x.dtype)
 
 
 def _static(
@@ -65,9 +69,12 @@ def _static(
     assert weights.gh is not None
     w13, w2 = _weights(weights)
     scales = HiddenScales(weights.g13, gx, weights.gh)
-    h = grouped_gemm_act_quant(rows, w13, plan.expert_offsets, cfg.activation, scales, weights.b13)
-    alpha = weights.gh * weights.g2
-    return grouped_gemm(h, w2, plan.expert_offsets, alpha, bias=weights.b2)
+    offsets = plan.expert_offsets
+    with stage("moe.l1"):
+        h = grouped_gemm_act_quant(rows, w13, offsets, cfg.activation, scales, weights.b13)
+    with stage("moe.l2"):
+        alpha = weights.gh * weights.g2
+        return grouped_gemm(h, w2, offsets, alpha, bias=weights.b2)
 
 
 def _dynamic(
@@ -77,13 +84,17 @@ def _dynamic(
     memory.
     """
     w13, w2 = _weights(weights)
-    one = torch.ones_like(weights.g2)
-    acc = grouped_gemm(rows, w13, plan.expert_offsets, one, out_dtype=torch.float32)
-    token, expert = plan.row_token.clamp(min=0).long(), row_expert(plan)
-    h = hidden_rows(acc, gx[token], expert, cfg, weights)
-    data, scale, gh = ops.quantize_rows(h, plan.expert_offsets)
-    hq = Rows(data, scale)
-    return grouped_gemm(hq, w2, plan.expert_offsets, weights.g2, row_scale=gh, bias=weights.b2)
+    offsets = plan.expert_offsets
+    with stage("moe.l1"):
+        one = torch.ones_like(weights.g2)
+        acc = grouped_gemm(rows, w13, offsets, one, out_dtype=torch.float32)
+        token, expert = plan.row_token.clamp(min=0).long(), row_expert(plan)
+        h = hidden_rows(acc, gx[token], expert, cfg, weights)
+    with stage("moe.quantize"):
+        data, scale, gh = ops.quantize_rows(h, offsets)
+    with stage("moe.l2"):
+        hq = Rows(data, scale)
+        return grouped_gemm(hq, w2, offsets, weights.g2, row_scale=gh, bias=weights.b2)
 
 
 def _weights(weights: ExpertWeights) -> tuple[Weights, Weights]:

@@ -23,6 +23,7 @@ from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.experts import Numerics, run_torch, scratch_buffers
 from moe.kernels import KERNEL_BACKENDS, run_kernels
+from moe.ranges import stage
 from moe.router import route, router_logits
 from moe.weights import ExpertWeights
 from moe.workspace import Workspace, total_bytes
@@ -149,9 +150,10 @@ class MoE(nn.Module):
         flat = self._check_input(x)
         if self.router_weight is None:
             raise ValueError("this layer has no router_weight: use layer.experts(x, ids, weights)")
-        logits = router_logits(flat, self.router_weight, self.router_bias)
-        ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
-        weights = weights * self.cfg.routed_scaling_factor
+        with stage("moe.route"):
+            logits = router_logits(flat, self.router_weight, self.router_bias)
+            ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
+            weights = weights * self.cfg.routed_scaling_factor
         shared = None if self.shared is None else self.shared(flat)
         if shared is not None and shared.shape != flat.shape:
             raise ValueError(f"shared must return {tuple(flat.shape)}, got {tuple(shared.shape)}")

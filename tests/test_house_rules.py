@@ -26,7 +26,7 @@ def sources(*folders: str) -> dict[str, str]:
 
 def texts() -> dict[str, str]:
     """Every file that is part of the repository, code and documents."""
-    top = [f for f in ROOT.iterdir() if f.is_file()]
+    top = [f for f in ROOT.iterdir() if f.is_file() and f.name != ".git"]  # of a worktree
     folders = (*PACKAGES, "tests", "docs", ".ci", ".github")
     deep = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]
     kept = [f for f in (*top, *deep) if f.suffix in TEXT and "__pycache__" not in f.parts]
