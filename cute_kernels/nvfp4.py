@@ -131,6 +131,14 @@ class Nvfp4Tensor:
         rows = lead[-1] if lead else 1
         return (*lead[:-1], _round_up(rows, TILE_ROWS), _round_up(groups, TILE_GROUPS))
 
+    def __repr__(self) -> str:
+        """Sizes, not contents: a weight has millions of codes."""
+        shape = (*self.data.shape[:-1], self.data.shape[-1] * 2)
+        return (
+            f"Nvfp4Tensor(shape={shape}, scale_layout={self.scale_layout.name}, "
+            f"global_scale={tuple(self.global_scale.shape)}, device={self.data.device})"
+        )
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape (..., rows, K)."""

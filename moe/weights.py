@@ -86,6 +86,16 @@ class ExpertWeights:
             if isinstance(value, Tensor):
                 yield field.name, value
 
+    def __repr__(self) -> str:
+        """Sizes, not contents: a layer has billions of codes."""
+        last = self.first_expert + self.num_experts
+        present = [name for name in ("gh", "gx", "b13", "b2") if getattr(self, name) is not None]
+        return (
+            f"ExpertWeights(experts={self.first_expert}:{last}, hidden={self.hidden}, "
+            f"intermediate={self.intermediate}, gated={self.gated}, with={present}, "
+            f"{self.nbytes} bytes on {self.device})"
+        )
+
     @property
     def num_experts(self) -> int:
         """Local experts."""

@@ -420,3 +420,15 @@ def test_the_layout_check_sees_one_wrong_scale_byte() -> None:
     weights.l1_scale.view(torch.uint8)[2, -1, -1] = 1  # padding
     with pytest.raises(AssertionError):
         assert_holds(weights, want)
+
+
+def test_repr_shows_sizes_and_no_contents() -> None:
+    w = ExpertWeights.from_bf16(
+        torch.randn(4, 32, 64), torch.randn(4, 32, 64), torch.randn(4, 64, 32)
+    )
+    text = repr(w)
+    assert "tensor(" not in text and len(text) < 200
+    assert "experts=0:4" in text and "hidden=64" in text and f"{w.nbytes} bytes" in text
+    assert repr(w.l1()) == (
+        "Nvfp4Tensor(shape=(4, 64, 64), scale_layout=SWIZZLE_32_4_4, global_scale=(), device=cpu)"
+    )
