@@ -131,7 +131,11 @@ def _grouped_matmul_device(
 
 def scratch_buffers(num_tokens: int, cfg: MoEConfig, weights: ExpertWeights) -> list[Buffer]:
     """Scratch of one call: the two operands and two results of the grouped GEMMs."""
-    rows = num_tokens * cfg.top_k if weights.num_experts else 0
+    return row_buffers(num_tokens * cfg.top_k if weights.num_experts else 0, cfg, weights)
+
+
+def row_buffers(rows: int, cfg: MoEConfig, weights: ExpertWeights) -> list[Buffer]:
+    """What `expert_rows` needs for ``rows`` routed rows."""
     return [
         Buffer("x_rows", (rows, weights.hidden), torch.bfloat16),
         Buffer("gate_up", (rows, cfg.projections * weights.intermediate), torch.float32),
@@ -184,7 +188,6 @@ def run_torch(
     device.
     """
     scratch = allocate(scratch_buffers(x.shape[0], cfg, weights), x.device, workspace)
-    x_rows, gate_up, h_rows, down = scratch
     with stage("moe.route"):
         plan = make_plan(
             topk_ids, topk_weights, cfg.num_experts, weights.first_expert, weights.num_experts
@@ -193,27 +196,47 @@ def run_torch(
         none = torch.zeros((plan.row_token.numel(), weights.hidden), device=x.device)
         return combine(none, plan, topk_weights, x.dtype, shared)
     with stage("moe.quantize"):
+        values, gx = stage_rows(x, topk_ids, topk_weights, cfg, weights, numerics)
+    o = expert_rows(values, gx, plan, cfg, weights, numerics, scratch)
+    with stage("moe.combine"):
+        mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
+        return combine(o, plan, mix, x.dtype, shared)
+
+
+def expert_rows(
+    values: Tensor,
+    gx: Tensor,
+    plan: RoutingPlan,
+    cfg: MoEConfig,
+    weights: ExpertWeights,
+    numerics: Numerics,
+    scratch: list[Tensor],
+) -> Tensor:
+    """The experts on the rows of ``plan``: o (R, H) bf16; rows past expert_offsets[E] are
+    unspecified.
+
+    values   bf16 (T, H): code * scale of the quantised tokens, or the bf16 tokens
+    gx       fp32 (T,): their outer scales
+    scratch  `row_buffers` of R rows
+    """
+    x_rows, gate_up, h_rows, down = scratch
+    l1_scale, l2_scale = (s.view(torch.uint8) for s in (weights.l1_scale, weights.l2_scale))
+    with stage("moe.l1"):
         # (R,); rows that are not here compute token 0 and are dropped
         token = plan.row_token.clamp(min=0).long()
         expert = row_expert(plan)  # (R,)
-        values, gx = stage_rows(x, topk_ids, topk_weights, cfg, weights, numerics)
         torch.index_select(values, 0, token, out=x_rows)
-    l1_scale, l2_scale = (s.view(torch.uint8) for s in (weights.l1_scale, weights.l2_scale))
-    with stage("moe.l1"):
         grouped_matmul(x_rows, weights.l1_data, l1_scale, plan.expert_offsets, gate_up)
         h = hidden_rows(gate_up, gx[token], expert, cfg, weights)
     with stage("moe.quantize"):
         gh = None if weights.gh is None else weights.gh[expert]
-        values, gh = stage_hidden_rows(h, gh, numerics)
-        h_rows.copy_(values)
+        staged, gh = stage_hidden_rows(h, gh, numerics)
+        h_rows.copy_(staged)
     with stage("moe.l2"):
         grouped_matmul(h_rows, weights.l2_data, l2_scale, plan.expert_offsets, down)
         alpha = weights.g2[expert] if gh is None else gh * weights.g2[expert]  # (R,)
         o = down * alpha.unsqueeze(-1)
-        o = (o if weights.b2 is None else o + weights.b2[expert]).bfloat16()
-    with stage("moe.combine"):
-        mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
-        return combine(o, plan, mix, x.dtype, shared)
+        return (o if weights.b2 is None else o + weights.b2[expert]).bfloat16()
 
 
 def hidden_rows(

@@ -62,6 +62,27 @@ def run_kernels(
             return ops.combine(o, plan.token_rows, factors, shared, x.dtype)
 
 
+def run_received(
+    data: Tensor,
+    scale: Tensor,
+    gx: Tensor,
+    plan: RoutingPlan,
+    cfg: MoEConfig,
+    weights: ExpertWeights,
+) -> Tensor:
+    """The experts on tokens that came quantised: codes uint8 (N, H/2), row-major scales uint8
+    (N, H/16), gx fp32 (N,) -> o (R, H) bf16 for the rows of ``plan``; rows past expert_offsets[E]
+    are unspecified.
+    """
+    with kernels_on(data.device):
+        with stage("moe.quantize"):
+            data, scale, gx = ops.permute_quantized_rows(
+                data, scale, gx, plan.row_token, plan.expert_offsets
+            )
+        chain = _dynamic if weights.gh is None else _static
+        return chain(Rows(data, scale), gx, plan, cfg, weights)
+
+
 def _static(
     rows: Rows, gx: Tensor, plan: RoutingPlan, cfg: MoEConfig, weights: ExpertWeights
 ) -> Tensor:
@@ -88,8 +109,9 @@ def _dynamic(
     with stage("moe.l1"):
         one = torch.ones_like(weights.g2)
         acc = grouped_gemm(rows, w13, offsets, one, out_dtype=torch.float32)
-        token, expert = plan.row_token.clamp(min=0).long(), row_expert(plan)
-        h = hidden_rows(acc, gx[token], expert, cfg, weights)
+        if rows.row_token is not None:  # one gx per token
+            gx = gx[plan.row_token.clamp(min=0).long()]
+        h = hidden_rows(acc, gx, row_expert(plan), cfg, weights)
     with stage("moe.quantize"):
         data, scale, gh = ops.quantize_rows(h, offsets)
     with stage("moe.l2"):

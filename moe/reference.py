@@ -130,11 +130,38 @@ def experts(
         topk_ids, topk_weights, cfg.num_experts, weights.first_expert, weights.num_experts
     )
     xv, gx = stage_input(x, topk_ids, topk_weights, cfg, weights, activations, activation_scale)
+    rows = expert_rows(xv, gx, plan, cfg, weights, activations)
+    mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
+    return Stages(plan, xv, gx, *rows, combine(rows.o, plan, mix, x.dtype, shared))
+
+
+class RowStages(NamedTuple):
+    """The stages of `Stages` that have one row per routed row."""
+
+    gate: Tensor
+    up: Tensor
+    h: Tensor
+    hq: Tensor
+    gh: Tensor
+    o: Tensor
+
+
+def expert_rows(
+    xv: Tensor,
+    gx: Tensor,
+    plan: RoutingPlan,
+    cfg: MoEConfig,
+    weights: ExpertWeights,
+    activations: str,
+) -> RowStages:
+    """The experts on the rows of ``plan``: xv (T, H) fp64 and gx (T,) of `stage_input` -> stages up
+    to o (R, H).
+    """
     rows, inter = plan.row_token.numel(), weights.intermediate
-    gate = torch.zeros((rows, inter), device=x.device)
+    gate = torch.zeros((rows, inter), device=xv.device)
     up, h, hq = gate.clone(), gate.clone(), gate.double()
-    gh_rows = torch.ones(rows, device=x.device)
-    o = torch.zeros((rows, weights.hidden), dtype=torch.bfloat16, device=x.device)
+    gh_rows = torch.ones(rows, device=xv.device)
+    o = torch.zeros((rows, weights.hidden), dtype=torch.bfloat16, device=xv.device)
     w13, w2, step = weights.l1(), weights.l2(), cfg.projections
     offsets = plan.expert_offsets.tolist()
     for e in range(weights.num_experts):
@@ -154,8 +181,7 @@ def experts(
         down = accumulate(hq[r], nvfp4.decode(expert(w2, e), torch.float64))  # (rows, H)
         down = down * (gh_rows[r] * weights.g2[e]).unsqueeze(-1)
         o[r] = (down if weights.b2 is None else down + weights.b2[e]).bfloat16()
-    mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
-    return Stages(plan, xv, gx, gate, up, h, hq, gh_rows, o, combine(o, plan, mix, x.dtype, shared))
+    return RowStages(gate, up, h, hq, gh_rows, o)
 
 
 def expert(q: Nvfp4Tensor, e: int) -> Nvfp4Tensor:
