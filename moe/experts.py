@@ -25,7 +25,7 @@ from cute_kernels.torch_math import TORCH_MATH
 from moe.config import MoEConfig
 from moe.plan import RoutingPlan, make_plan
 from moe.ranges import stage
-from moe.reference import combine, input_scale
+from moe.reference import Tokens, combine, input_scale, output_dtype
 from moe.weights import ExpertWeights
 from moe.workspace import Buffer, Workspace, allocate
 
@@ -145,7 +145,7 @@ def row_buffers(rows: int, cfg: MoEConfig, weights: ExpertWeights) -> list[Buffe
 
 
 def stage_rows(
-    x: Tensor,
+    x: Tokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
     cfg: MoEConfig,
@@ -153,6 +153,8 @@ def stage_rows(
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor]:
     """x (T, H) -> exact bf16 values of the tokens (T, H) and outer scale (T,) fp32."""
+    if isinstance(x, Nvfp4Tensor):
+        return nvfp4.decode(x, torch.bfloat16), x.global_scale.expand(x.shape[0])
     if cfg.weight_on_input:
         x = x.float() * topk_weights.float()
     if numerics.activations == "bf16":
@@ -175,7 +177,7 @@ def stage_hidden_rows(
 
 
 def run_torch(
-    x: Tensor,
+    x: Tokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
     cfg: MoEConfig,
@@ -184,7 +186,7 @@ def run_torch(
     shared: Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """x (T, H), ids and weights (T, K) -> y (T, H) in the dtype of x. Nothing waits for the
+    """x (T, H), ids and weights (T, K) -> y (T, H), see `output_dtype`. Nothing waits for the
     device.
     """
     scratch = allocate(scratch_buffers(x.shape[0], cfg, weights), x.device, workspace)
@@ -194,13 +196,13 @@ def run_torch(
         )
     if weights.num_experts == 0:  # more ranks than experts: this one computes no row
         none = torch.zeros((plan.row_token.numel(), weights.hidden), device=x.device)
-        return combine(none, plan, topk_weights, x.dtype, shared)
+        return combine(none, plan, topk_weights, output_dtype(x), shared)
     with stage("moe.quantize"):
         values, gx = stage_rows(x, topk_ids, topk_weights, cfg, weights, numerics)
     o = expert_rows(values, gx, plan, cfg, weights, numerics, scratch)
     with stage("moe.combine"):
         mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
-        return combine(o, plan, mix, x.dtype, shared)
+        return combine(o, plan, mix, output_dtype(x), shared)
 
 
 def expert_rows(

@@ -18,18 +18,19 @@ from cute_kernels.gemm_ops import (
     grouped_gemm_act_quant,
     kernels_on,
 )
+from cute_kernels.nvfp4 import Nvfp4Tensor
 from moe.config import MoEConfig
 from moe.experts import Numerics, hidden_rows, row_expert
 from moe.plan import RoutingPlan
 from moe.ranges import stage
-from moe.reference import input_scale
+from moe.reference import Tokens, input_scale, output_dtype
 from moe.weights import ExpertWeights
 
 KERNEL_BACKENDS = ("sm100", "sim")
 
 
 def run_kernels(
-    x: Tensor,
+    x: Tokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
     cfg: MoEConfig,
@@ -37,11 +38,8 @@ def run_kernels(
     numerics: Numerics,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """x (T, H), ids and weights (T, K) -> y (T, H) in the dtype of x."""
-    given = input_scale(x, topk_ids, cfg, weights, numerics.activation_scale)
-    assert isinstance(given, str | Tensor)  # never a float: see input_scale
+    """x (T, H), ids and weights (T, K) -> y (T, H), see `output_dtype`."""
     mix = topk_weights.float()
-    on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
     with kernels_on(x.device):
         with stage("moe.route"):
             plan = RoutingPlan(
@@ -49,17 +47,22 @@ def run_kernels(
                     topk_ids, mix, cfg.num_experts, weights.first_expert, weights.num_experts
                 )
             )
-        offsets = plan.expert_offsets
-        with stage("moe.quantize"):
-            data, scale, gx = ops.quantize_rows(x, offsets, plan.row_token, given, on_input)
-        rows = Rows(data, scale, plan.row_token)
-        if weights.gh is not None:
-            o = _static(rows, gx, plan, cfg, weights)
+        if isinstance(x, Nvfp4Tensor):
+            gx = x.global_scale.expand(x.shape[0]).contiguous()
+            o = run_received(x.data, x.scale, gx, plan, cfg, weights)
         else:
-            o = _dynamic(rows, gx, plan, cfg, weights)
+            with stage("moe.quantize"):
+                given = input_scale(x, topk_ids, cfg, weights, numerics.activation_scale)
+                assert isinstance(given, str | Tensor)  # never a float: see input_scale
+                on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
+                data, scale, gx = ops.quantize_rows(
+                    x, plan.expert_offsets, plan.row_token, given, on_input
+                )
+            chain = _dynamic if weights.gh is None else _static
+            o = chain(Rows(data, scale, plan.row_token), gx, plan, cfg, weights)
         factors = None if cfg.weight_on_input else mix
         with stage("moe.combine"):
-            return ops.combine(o, plan.token_rows, factors, shared, x.dtype)
+            return ops.combine(o, plan.token_rows, factors, shared, output_dtype(x))
 
 
 def run_received(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cute_kernels import nvfp4
 from cute_kernels.activations import BUILT_IN, Activation
 from cute_kernels.gemm_ops import start_simulator
+from cute_kernels.nvfp4 import ROW_MAJOR, Nvfp4Tensor
 from cute_kernels.ops import check_routing
 from moe import reference
 from moe.backends import choose_backend
@@ -24,6 +25,7 @@ from moe.config import MoEConfig
 from moe.experts import Numerics, run_torch, scratch_buffers
 from moe.kernels import KERNEL_BACKENDS, run_kernels
 from moe.ranges import stage
+from moe.reference import Tokens
 from moe.router import route, router_logits
 from moe.weights import ExpertWeights
 from moe.workspace import Workspace, total_bytes
@@ -159,23 +161,52 @@ class MoE(nn.Module):
             raise ValueError(f"shared must return {tuple(flat.shape)}, got {tuple(shared.shape)}")
         return self._run(flat, ids, weights, shared).reshape(x.shape)
 
-    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(
+        self,
+        x: Tokens,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor:
         """Experts only, routed by the caller: y (T, H) = sum over slots of topk_weights *
-        expert(x).
+        expert(x) + shared.
 
-        x                       (T, H) or (B, S, H) bf16/fp16/fp32, any strides
+        x                       (T, H) or (B, S, H) bf16/fp16/fp32, any strides; or tokens that are
+                                quantised already, an `Nvfp4Tensor` (T, H) in ROW_MAJOR with outer
+                                scale () or (T,): used as they are, y is bf16
         topk_ids, topk_weights  (T, top_k) or (B, S, top_k); int32/int64 global expert ids and
                                 floats, any strides. An id that is negative, >= num_experts, or
                                 another rank's contributes nothing; a token without a slot gets
                                 exactly 0
 
-        Weights are used as given: no scaling factor, no shared expert.
-        """
-        flat = self._check_input(x)
-        ids, weights = self._check_ids(flat, topk_ids, topk_weights)
-        return self._run(flat, ids, weights, None).reshape(x.shape)
+        shared                  (T, H) or None: output of a shared expert, added last, before y is
+                                rounded
 
-    def _check_ids(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        Weights are used as given: no scaling factor, and the layer's own shared expert is not run.
+        """
+        flat = self._check_quantised(x) if isinstance(x, Nvfp4Tensor) else self._check_input(x)
+        ids, weights = self._check_ids(flat, topk_ids, topk_weights)
+        if shared is not None and shared.shape != flat.shape:
+            raise ValueError(f"shared must be {tuple(flat.shape)}, got {tuple(shared.shape)}")
+        return self._run(flat, ids, weights, shared).reshape(x.shape)
+
+    def _check_quantised(self, x: Nvfp4Tensor) -> Nvfp4Tensor:
+        hidden = self.cfg.hidden
+        if len(x.shape) != 2 or x.shape[1] != hidden or x.scale_layout is not ROW_MAJOR:
+            raise ValueError(
+                f"quantised x must be (T, {hidden}) with scales in ROW_MAJOR, got {x.shape} in "
+                f"{x.scale_layout.name}"
+            )
+        if self.numerics.activations != "nvfp4" or self.cfg.weight_on_input:
+            raise ValueError(
+                "quantised x needs activations='nvfp4' and weights that do not multiply x: the "
+                "layer would have to quantise it anew"
+            )
+        if x.device != self.l1_data.device:
+            raise ValueError(f"x is on {x.device}, the weights are on {self.l1_data.device}")
+        return x
+
+    def _check_ids(self, x: Tokens, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Routing of the caller for x (T, H) as (T, top_k), or an error that says what is wrong."""
         if min(ids.dim(), weights.dim()) < 2 or ids.shape != weights.shape:
             raise ValueError(
@@ -208,8 +239,9 @@ class MoE(nn.Module):
             )
         return x.flatten(0, -2)
 
-    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        if self.gx is None and self.numerics.activation_scale == "static":
+    def _run(self, x: Tokens, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        needs_gx = self.numerics.activation_scale == "static" and isinstance(x, Tensor)
+        if needs_gx and self.gx is None:
             raise ValueError(
                 "activation_scale='static' needs a scale of x: the weights have no gx (a "
                 "checkpoint's input_scale); call calibrate(x) first or choose 'per_token'"

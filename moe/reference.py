@@ -23,6 +23,10 @@ from moe.config import MoEConfig
 from moe.plan import RoutingPlan, make_plan
 from moe.weights import ExpertWeights
 
+# Tokens of a call: values (T, H), or quantised by somebody else, ROW_MAJOR with an outer scale ()
+# or (T,).
+Tokens = Tensor | Nvfp4Tensor
+
 
 class Stages(NamedTuple):
     """Every value between x and y, so that a kernel can be compared stage by stage on the same
@@ -38,12 +42,17 @@ class Stages(NamedTuple):
     hq: Tensor  # (R, I) fp64, code * scale of the quantised h, or the bf16 h
     gh: Tensor  # (R,) fp32 outer scale of each row of h; 1 for bf16
     o: Tensor  # (R, H) bf16
-    y: Tensor  # (T, H), dtype of x
+    y: Tensor  # (T, H), see `output_dtype`
 
 
 def accumulate(a: Tensor, b: Tensor) -> Tensor:
     """fp64 (rows, K) x (N, K) -> fp32 (rows, N): sum in fp64, one rounding."""
     return (a @ b.t()).float()
+
+
+def output_dtype(x: Tokens) -> torch.dtype:
+    """dtype of y: that of x; bf16 for tokens that are quantised already."""
+    return torch.bfloat16 if isinstance(x, Nvfp4Tensor) else x.dtype
 
 
 def input_scale(
@@ -70,7 +79,7 @@ def input_scale(
 
 
 def stage_input(
-    x: Tensor,
+    x: Tokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
     cfg: MoEConfig,
@@ -79,6 +88,8 @@ def stage_input(
     activation_scale: str,
 ) -> tuple[Tensor, Tensor]:
     """x (T, H) -> values (T, H) fp64 and outer scales gx (T,) fp32."""
+    if isinstance(x, Nvfp4Tensor):
+        return nvfp4.decode(x, torch.float64), x.global_scale.expand(x.shape[0])
     if cfg.weight_on_input:
         x = x.float() * topk_weights.float()  # (T, H) * (T, 1): top_k is 1
     if activations == "bf16":
@@ -113,7 +124,7 @@ def combine(
 
 
 def experts(
-    x: Tensor,
+    x: Tokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
     cfg: MoEConfig,
@@ -122,7 +133,8 @@ def experts(
     activation_scale: str = "per_token",
     shared: Tensor | None = None,
 ) -> Stages:
-    """x (T, H) bf16/fp16/fp32, ids and weights (T, K) -> every stage up to y (T, H); see `Stages`.
+    """x (T, H) bf16/fp16/fp32 or NVFP4, ids and weights (T, K) -> every stage up to y (T, H); see
+    `Stages`.
 
     Weights are used as given. ``shared`` (T, H) is the output of the shared expert, added last.
     """
@@ -132,7 +144,8 @@ def experts(
     xv, gx = stage_input(x, topk_ids, topk_weights, cfg, weights, activations, activation_scale)
     rows = expert_rows(xv, gx, plan, cfg, weights, activations)
     mix = torch.ones_like(topk_weights) if cfg.weight_on_input else topk_weights
-    return Stages(plan, xv, gx, *rows, combine(rows.o, plan, mix, x.dtype, shared))
+    y = combine(rows.o, plan, mix, output_dtype(x), shared)
+    return Stages(plan, xv, gx, *rows, y)
 
 
 class RowStages(NamedTuple):
