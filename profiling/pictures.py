@@ -74,3 +74,26 @@ def roofline_picture(
     axes.grid(which="both", linewidth=0.3)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     save(figure, path)
+
+
+def bench_picture(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
+    """Time of a call over tokens, log-log, one line per backend, and the roof."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 5))
+    timed = [r for r in rows if "us" in r]
+    for at, backend in enumerate(dict.fromkeys(r["backend"] for r in timed)):
+        mine = sorted((r for r in timed if r["backend"] == backend), key=lambda r: r["tokens"])
+        xs, ys = [r["tokens"] for r in mine], [r["us"] for r in mine]
+        low = [r["us"] - r["us_p10"] for r in mine]
+        high = [r["us_p90"] - r["us"] for r in mine]
+        marker = MARKERS[at % len(MARKERS)]
+        axes.errorbar(xs, ys, [low, high], marker=marker, capsize=3, label=f"{backend}: measured")
+    roofs = {r["tokens"]: r["roof_us"] for r in timed if "roof_us" in r}
+    if roofs:
+        xs = sorted(roofs)
+        axes.plot(xs, [roofs[x] for x in xs], "k--", label="roof: computed")
+    axes.set(xscale="log", yscale="log", xlabel="tokens a rank", ylabel="us", title=title)
+    axes.set_xscale("log", base=2)
+    axes.grid(which="both", linewidth=0.3)
+    axes.legend()
+    save(figure, path)
