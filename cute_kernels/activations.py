@@ -22,7 +22,10 @@ Your own activation needs no kernel change:
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import importlib
 import math
 from typing import Any, ClassVar, Protocol
 
@@ -123,3 +126,35 @@ class ReLU2(Activation):
 
 
 BUILT_IN: dict[str, type[Activation]] = {c.__name__: c for c in (SwiGLU, SwiGLUOAI, GeGLU, ReLU2)}
+
+
+def spec(activation: Activation) -> str:
+    """What `from_spec` turns back into an equal object: an operator's arguments are strings and
+    numbers. Raises ValueError for a class that cannot be imported by name."""
+    cls = type(activation)
+    if "<locals>" in cls.__qualname__:
+        raise ValueError(
+            f"{cls.__qualname__} is defined inside a function and cannot be found by name, as the "
+            "kernels need: define it at the top level of a module"
+        )
+    fields = {f.name: getattr(activation, f.name) for f in dataclasses.fields(activation)}
+    return f"{cls.__module__}:{cls.__qualname__}:{fields!r}"
+
+
+@functools.cache
+def from_spec(text: str) -> Activation:
+    """Inverse of `spec`. Raises ValueError for a field that is no plain literal."""
+    module, name, fields = text.split(":", 2)
+    cls: Any = importlib.import_module(module)
+    for part in name.split("."):
+        cls = getattr(cls, part)
+    try:
+        found = cls(**ast.literal_eval(fields))
+    except ValueError as error:
+        raise ValueError(
+            f"fields of {name} must be finite numbers, strings, None or tuples of these, got "
+            f"{fields}"
+        ) from error
+    if not isinstance(found, Activation):
+        raise ValueError(f"{module}.{name} is no Activation")
+    return found

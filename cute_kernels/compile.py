@@ -89,6 +89,7 @@ class _State:
         self.disk: DiskCache | None = None
         self.archs: dict[int, str] = {}  # per CUDA device
         self.warming = 0
+        self.preparing = 0
         self.simulated = False
         self.runtime_loaded = False
 
@@ -125,6 +126,23 @@ def warming_up() -> Iterator[None]:
         yield
     finally:
         _state.warming -= 1
+
+
+@contextlib.contextmanager
+def without_launches() -> Iterator[None]:
+    """Inside, operations compile the kernels that they would launch, load them onto the device, and
+    launch nothing: what they would write stays as it is."""
+    _state.preparing += 1
+    try:
+        with warming_up():
+            yield
+    finally:
+        _state.preparing -= 1
+
+
+def preparing() -> bool:
+    """Is a `without_launches` block active?"""
+    return _state.preparing > 0
 
 
 def status(capability: tuple[int, int] | None) -> toolchain.Status:

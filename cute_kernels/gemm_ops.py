@@ -1,25 +1,37 @@
-"""Grouped GEMMs on torch tensors: NVFP4 rows of many experts times their NVFP4 weights.
+"""Grouped GEMMs on torch tensors: NVFP4 rows of many experts times their NVFP4 weights, with what
+happens to the accumulators fused.
 
-CUDA tensors run on an SM100 GPU, CPU tensors in the simulator (`kernels_on` starts one). Not
-registered with torch.library yet: eager calls only.
+CUDA tensors run on an SM100 GPU; CPU tensors run `cute_kernels.torch_gemm`, or the kernels in the
+simulator while one is active (`kernels_on` starts one). Registered with torch.library as described
+in `cute_kernels.launch`.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_kernels import activations, toolchain, torch_gemm
 from cute_kernels import compile as compiler
-from cute_kernels import toolchain
 from cute_kernels.activations import Activation
 from cute_kernels.config import choose_config
+from cute_kernels.launch import (
+    DSL_TYPES,
+    FLOATS,
+    Buffer,
+    allocate,
+    check_out,
+    check_vector,
+    grouped_scales,
+    launch,
+    register,
+)
 from cute_kernels.nvfp4 import BLOCK, check_expert_offsets, grouped_scale_rows
-from cute_kernels.ops import _launch
 
-_DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 _K_MULTIPLE = 32  # TMA: the pitch of a row of codes is a multiple of 16 bytes
 
 
@@ -41,7 +53,8 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Codes uint8 (E, N, K/2) and scales SWIZZLE_32_4_4 (E, N padded to 128, K/16 padded to 4)."""
+    """Codes uint8 (E, N, K/2) and scales SWIZZLE_32_4_4 (E, N padded to 128, K/16 padded to 4),
+    uint8 or float8_e4m3fn."""
 
     data: Tensor
     scale: Tensor
@@ -55,6 +68,15 @@ class HiddenScales(NamedTuple):
     alpha: Tensor
     gx: Tensor
     gh: Tensor
+
+
+class ScatterTarget(NamedTuple):
+    """Where rows are added: y (T, N) fp32 or bf16, row_token int32 (R,), row_weight fp32 (R,) or
+    None for weight 1. Entries of row_token past the last routed row are not read."""
+
+    y: Tensor
+    row_token: Tensor
+    row_weight: Tensor | None = None
 
 
 class Availability(NamedTuple):
@@ -97,59 +119,7 @@ def kernels_on(device: torch.device) -> Any:
     return Simulator(schedule="lazy")
 
 
-def _check(rows: Rows, weights: Weights, offsets: Tensor) -> tuple[int, int, int]:
-    """(E, N, K). Raises ValueError before anything is allocated."""
-    experts, n, half = weights.data.shape
-    k = 2 * half
-    check_expert_offsets(offsets, rows.data.device)
-    if offsets.numel() != experts + 1:
-        raise ValueError(f"expert_offsets must have {experts + 1} entries, got {offsets.numel()}")
-    if rows.data.dtype != torch.uint8 or rows.data.dim() != 2 or rows.data.shape[1] != half:
-        raise ValueError(
-            f"rows must be uint8 (rows, {half}) for weights of K = {k}, got "
-            f"{tuple(rows.data.shape)} {rows.data.dtype}"
-        )
-    if k % _K_MULTIPLE or n % BLOCK:
-        raise ValueError(
-            f"K must be a multiple of {_K_MULTIPLE} (16-byte rows for TMA) and N of {BLOCK}, got "
-            f"K = {k}, N = {n}"
-        )
-    need = (grouped_scale_rows(rows.routed, experts), -(-k // 64) * 4)
-    if tuple(rows.scale.shape) != need:
-        raise ValueError(
-            f"scales of {rows.routed} rows must be grouped, {need}, got {tuple(rows.scale.shape)}"
-        )
-    for name, tensor in (("rows", rows.data), ("weights", weights.data), ("scales", weights.scale)):
-        aligned = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-        if not aligned or tensor.device != rows.data.device:
-            raise ValueError(
-                f"{name} must be contiguous, 16-byte aligned and on {rows.data.device}, got "
-                f"strides {tensor.stride()} on {tensor.device}"
-            )
-    return experts, n, k
-
-
-def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: list[Any]) -> None:
-    from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
-    from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
-
-    experts, n, half = weights.data.shape
-    config = choose_config(rows.routed, experts, n)
-    gathered = rows.row_token is not None
-    kernel = Sm100GroupedGemm(GatheredRows() if gathered else ContiguousRows(), epilogue, config)
-    device = rows.data.device
-    sizes: list[Any] = [rows.data.shape[0], rows.routed] if gathered else [rows.routed]
-    load = [rows.data, rows.scale, rows.row_token, *sizes, rows.scale.shape[0]]
-    problem = [experts, n, 2 * half, max(_multiprocessors(device) // config.cluster, 1)]
-    _launch(kernel, device, *load, *weights, offsets, *tensors, *problem)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        from cute_kernels.sim.runtime import NUM_SMS
-
-        return NUM_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+# ---- public functions
 
 
 def grouped_gemm(
@@ -161,23 +131,23 @@ def grouped_gemm(
     row_scale: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:
     """out[r, n] = dtype(acc[r, n] * (row_scale[r] * alpha[e]) + bias[e, n]), e the expert of row r.
 
     expert_offsets int32 (E+1,); alpha fp32 (E,); row_scale fp32 (R,); bias fp32 (E, N); out (R, N)
-    in bf16, fp16 or fp32.
-    Rows past expert_offsets[E] are not written. Raises ValueError for shapes, layouts and devices.
+    in bf16, fp16 or fp32, contiguous.
+    Rows past expert_offsets[E] are not written. Raises TypeError or ValueError for shapes, layouts
+    and devices, before anything is allocated.
     """
-    from cute_kernels.device.epilogues import StoreRows
-
-    if out_dtype not in _DTYPES:
-        raise ValueError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    _, n, _ = _check(rows, weights, expert_offsets)
-    out = torch.empty((rows.routed, n), dtype=out_dtype, device=rows.data.device)
-    if rows.routed:
-        scaled, biased = row_scale is not None, bias is not None
-        epilogue = StoreRows(_DTYPES[out_dtype], scaled, biased)
-        _run(rows, weights, expert_offsets, epilogue, [out, alpha, row_scale, bias])
+    rows, weights = _bytes(rows), Weights(*_bytes(weights))
+    if out is None:
+        _check_store(*rows, *weights, expert_offsets, alpha, row_scale, bias, out_dtype)
+        shape = (rows.routed, weights.data.shape[1])
+        out = torch.empty(shape, dtype=out_dtype, device=rows.data.device)
+    torch.ops.nvfp4_megamoe.grouped_gemm(
+        *rows, *weights, expert_offsets, alpha, row_scale, bias, out
+    )
     return out
 
 
@@ -188,22 +158,302 @@ def grouped_gemm_act_quant(
     activation: Activation,
     scales: HiddenScales,
     bias: Tensor | None = None,
+    out: Sequence[Tensor] | None = None,
 ) -> Rows:
     """h = act(gate, up) of interleaved gate/up weights, quantised with one outer scale per expert:
     data uint8 (R, I/2) and grouped scales, expert-major. numerics sections 2 and 3; bias fp32 (E,
     N).
 
-    Raises ValueError for shapes, layouts and devices.
+    Raises TypeError or ValueError for shapes, layouts and devices, before anything is allocated.
     """
+    rows, weights = _bytes(rows), Weights(*_bytes(weights))
+    arguments = (*rows, *weights, expert_offsets, *scales, bias)
+    parts = 2 if activation.gated else 1
+    if out is None:
+        _check_act(*arguments, parts)
+    inter = weights.data.shape[1] // parts
+    buffers = hidden_buffers(rows.routed, inter, weights.data.shape[0])
+    data, scale = allocate(buffers, rows.data.device, out)
+    spec = activations.spec(activation)
+    torch.ops.nvfp4_megamoe.grouped_gemm_act_quant(*arguments, spec, data, scale)
+    return Rows(data, scale)
+
+
+def hidden_buffers(rows: int, inter: int, experts: int) -> list[Buffer]:
+    """What `grouped_gemm_act_quant` writes: codes and scales of h (R, I)."""
+    return [
+        Buffer("h_data", (rows, inter // 2), torch.uint8),
+        grouped_scales("h_scale", rows, experts, inter),
+    ]
+
+
+def grouped_gemm_scatter_add(
+    rows: Rows,
+    weights: Weights,
+    expert_offsets: Tensor,
+    alpha: Tensor,
+    target: ScatterTarget,
+    *,
+    row_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """target.y[row_token[r]] += row_weight[r] * bf16(acc[r] * (row_scale[r] * alpha[e]) + bias[e]),
+    for every routed row r; returns target.y.
+
+    Arguments as in `grouped_gemm`. The order of the sums is not fixed: not deterministic with three
+    rows or more of a token. With a bf16 y each addend and each partial sum is rounded to bf16.
+    Raises TypeError or ValueError for shapes, layouts and devices.
+    """
+    rows, weights = _bytes(rows), Weights(*_bytes(weights))
+    y, token, weight = target
+    torch.ops.nvfp4_megamoe.grouped_gemm_scatter_add(
+        *rows, *weights, expert_offsets, alpha, row_scale, bias, token, weight, y
+    )
+    return y
+
+
+def _bytes(operand: Any) -> Any:
+    """The same Rows or Weights with uint8 scales: torch's own checks of an operator cannot compute
+    with float8."""
+    if operand.scale.dtype == torch.uint8:
+        return operand
+    return operand._replace(scale=operand.scale.view(torch.uint8))
+
+
+# ---- checks
+
+
+def _check(rows: Rows, weights: Weights, offsets: Tensor) -> tuple[int, int, int]:
+    """(E, N, K). Raises TypeError or ValueError."""
+    device = rows.data.device
+    if weights.data.dtype != torch.uint8 or weights.data.dim() != 3:
+        raise ValueError(
+            f"weights must be uint8 (E, N, K/2), got {tuple(weights.data.shape)} "
+            f"{weights.data.dtype}"
+        )
+    experts, n, half = weights.data.shape
+    k = 2 * half
+    check_expert_offsets(offsets, device)
+    if offsets.shape[0] != experts + 1:
+        raise ValueError(f"expert_offsets must have {experts + 1} entries, got {offsets.shape[0]}")
+    if rows.data.dtype != torch.uint8 or rows.data.dim() != 2 or rows.data.shape[1] != half:
+        raise ValueError(
+            f"rows must be uint8 (rows, {half}) for weights of K = {k}, got "
+            f"{tuple(rows.data.shape)} {rows.data.dtype}"
+        )
+    if k % _K_MULTIPLE or n % BLOCK:
+        raise ValueError(
+            f"K must be a multiple of {_K_MULTIPLE} (16-byte rows for TMA) and N of {BLOCK}, got "
+            f"K = {k}, N = {n}"
+        )
+    if rows.row_token is not None:
+        check_vector(rows.row_token, "row_token", torch.int32, (), device)
+    padded_k = -(-k // 64) * 4
+    shapes = (
+        ("scales of the rows", rows.scale, (grouped_scale_rows(rows.routed, experts), padded_k)),
+        ("scales of the weights", weights.scale, (experts, -(-n // 128) * 128, padded_k)),
+    )
+    for name, scale, need in shapes:
+        if tuple(scale.shape) != need or scale.dtype != torch.uint8:
+            raise ValueError(
+                f"{name} must be swizzled uint8 or float8_e4m3fn {need} ({rows.routed} routed rows "
+                f"grouped by {experts} experts), got {tuple(scale.shape)} {scale.dtype}"
+            )
+    operands = {"rows": rows.data, "scales of the rows": rows.scale, "weights": weights.data}
+    for name, tensor in {**operands, "scales of the weights": weights.scale}.items():
+        if not tensor.is_contiguous() or tensor.device != device:
+            raise ValueError(
+                f"{name} must be contiguous and on {device}, got strides {tuple(tensor.stride())} "
+                f"on {tensor.device}"
+            )
+    return experts, n, k
+
+
+def _check_factor(
+    tensor: Tensor | None, name: str, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """An optional fp32 operand of the epilogue."""
+    if tensor is None:
+        return
+    if tensor.dtype != torch.float32 or tensor.shape != shape:
+        raise ValueError(
+            f"{name} must be float32 {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    if tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous and on {device}, got strides {tuple(tensor.stride())} on "
+            f"{tensor.device}"
+        )
+
+
+def _check_store(*args: Any) -> tuple[int, int, Rows]:
+    """Arguments of the schema up to bias, then the output dtype. Returns (E, N, rows)."""
+    rows, weights = Rows(*args[:3]), Weights(*args[3:5])
+    offsets, alpha, row_scale, bias, dtype = args[5:]
+    experts, n, _ = _check(rows, weights, offsets)
+    if dtype not in FLOATS:
+        raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {dtype}")
+    device = rows.data.device
+    _check_factor(alpha, "alpha", (experts,), device)
+    _check_factor(row_scale, "row_scale", (rows.routed,), device)
+    _check_factor(bias, "bias", (experts, n), device)
+    return experts, n, rows
+
+
+def _check_store_out(*args: Any) -> None:
+    out = args[-1]
+    _, n, rows = _check_store(*args[:-1], out.dtype)
+    check_out((out,), (Buffer("out", (rows.routed, n), out.dtype),), rows.data.device)
+
+
+def _check_scatter(*args: Any) -> None:
+    *gemm, token, weight, y = args
+    if y.dtype not in (torch.float32, torch.bfloat16) or y.dim() != 2:
+        raise TypeError(f"y must be (T, N) float32 or bfloat16, got {tuple(y.shape)} {y.dtype}")
+    _, n, rows = _check_store(*gemm, y.dtype)
+    device = rows.data.device
+    check_vector(token, "row_token of the target", torch.int32, rows.routed, device)
+    _check_factor(weight, "row_weight", (rows.routed,), device)
+    check_out((y,), (Buffer("y", (y.shape[0], n), y.dtype),), device)
+
+
+def _check_act(*args: Any) -> tuple[int, int, Rows]:
+    """Arguments of the schema up to bias, then the projections P. Returns (E, I, rows)."""
+    rows, weights = Rows(*args[:3]), Weights(*args[3:5])
+    offsets, alpha, gx, gh, bias, parts = args[5:]
+    experts, n, _ = _check(rows, weights, offsets)
+    if n % (parts * BLOCK):
+        raise ValueError(
+            f"N must be a multiple of {parts * BLOCK} with {parts} projections, got {n}"
+        )
+    device = rows.data.device
+    _check_factor(alpha, "alpha", (experts, parts), device)
+    _check_factor(gx, "gx", (rows.data.shape[0],), device)
+    _check_factor(gh, "gh", (experts,), device)
+    _check_factor(bias, "bias", (experts, n), device)
+    return experts, n // parts, rows
+
+
+def _check_act_out(*args: Any) -> None:
+    *arguments, spec, _, _ = args
+    parts = 2 if activations.from_spec(spec).gated else 1
+    experts, inter, rows = _check_act(*arguments, parts)
+    check_out(args[-2:], hidden_buffers(rows.routed, inter, experts), rows.data.device)
+
+
+# ---- launching
+
+
+def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: list[Any]) -> None:
+    from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
+    from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
+
+    for name, tensor in (("rows", rows.data), ("weights", weights.data), ("scales", rows.scale)):
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} must start at a multiple of 16 bytes, as TMA reads them")
+    experts, n, half = weights.data.shape
+    config = choose_config(rows.routed, experts, n)
+    gathered = rows.row_token is not None
+    kernel = Sm100GroupedGemm(GatheredRows() if gathered else ContiguousRows(), epilogue, config)
+    device = rows.data.device
+    sizes: list[Any] = [rows.data.shape[0], rows.routed] if gathered else [rows.routed]
+    load = [rows.data, rows.scale, rows.row_token, *sizes, rows.scale.shape[0]]
+    problem = [experts, n, 2 * half, max(_multiprocessors(device) // config.cluster, 1)]
+    launch(kernel, device, *load, *weights, offsets, *tensors, *problem)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        from cute_kernels.sim.runtime import NUM_SMS
+
+        return NUM_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _store_kernel(*args: Any) -> None:
+    from cute_kernels.device.epilogues import StoreRows
+
+    rows, weights = Rows(*args[:3]), Weights(*args[3:5])
+    offsets, alpha, row_scale, bias, out = args[5:]
+    if rows.routed:
+        epilogue = StoreRows(DSL_TYPES[out.dtype], row_scale is not None, bias is not None)
+        _run(rows, weights, offsets, epilogue, [out, alpha, row_scale, bias])
+
+
+def _scatter_kernel(*args: Any) -> None:
+    from cute_kernels.device.scatter import ScatterAdd
+
+    rows, weights = Rows(*args[:3]), Weights(*args[3:5])
+    offsets, alpha, row_scale, bias, token, weight, y = args[5:]
+    if rows.routed and y.shape[0]:
+        given = (row_scale is not None, bias is not None, weight is not None)
+        epilogue = ScatterAdd(DSL_TYPES[y.dtype], *given)
+        _run(rows, weights, offsets, epilogue, [y, alpha, row_scale, bias, token, weight])
+
+
+def _act_kernel(*args: Any) -> None:
     from cute_kernels.device.epilogues import ActivationQuantize
 
-    experts, n, _ = _check(rows, weights, expert_offsets)
-    epilogue = ActivationQuantize(activation, rows.row_token is not None, bias is not None)
-    inter, device = n // epilogue.parts, rows.data.device
-    data = torch.empty((rows.routed, inter // 2), dtype=torch.uint8, device=device)
-    shape = (grouped_scale_rows(rows.routed, experts), -(-inter // 64) * 4)
-    scale = torch.empty(shape, dtype=torch.uint8, device=device)
+    rows, weights = Rows(*args[:3]), Weights(*args[3:5])
+    offsets, alpha, gx, gh, bias, spec, data, scale = args[5:]
     if rows.routed:
-        tensors = [data, scale, scales.alpha, scales.gx, rows.row_token, scales.gh, bias]
-        _run(rows, weights, expert_offsets, epilogue, tensors)
-    return Rows(data, scale)
+        activation = activations.from_spec(spec)
+        epilogue = ActivationQuantize(activation, rows.row_token is not None, bias is not None)
+        tensors = [data, scale, alpha, gx, rows.row_token, gh, bias]
+        _run(rows, weights, offsets, epilogue, tensors)
+
+
+# ---- plain PyTorch
+
+
+def _plain_store(*args: Any) -> tuple[Tensor]:
+    offsets, alpha, row_scale, bias, out = args[5:]
+    acc = torch_gemm.accumulators(*args[:6])
+    return (torch_gemm.scaled(acc, offsets, alpha, row_scale, bias).to(out.dtype),)
+
+
+def _plain_scatter(*args: Any) -> tuple[Tensor]:
+    offsets, alpha, row_scale, bias, token, weight, y = args[5:]
+    acc = torch_gemm.accumulators(*args[:6])
+    o = torch_gemm.scaled(acc, offsets, alpha, row_scale, bias).bfloat16().float()
+    o = o if weight is None else weight[:, None] * o
+    here = int(offsets[-1])
+    return (y.index_add(0, token[:here].long(), o[:here].to(y.dtype)),)
+
+
+def _plain_act(*args: Any) -> tuple[Tensor, ...]:
+    row_token = args[2]
+    offsets, alpha, gx, gh, bias, spec, *_ = args[5:]
+    acc = torch_gemm.accumulators(*args[:6])
+    row_gx = gx if row_token is None else gx[row_token.clamp(min=0).long()]
+    activation = activations.from_spec(spec)
+    h = torch_gemm.hidden(acc, offsets, (alpha, row_gx), bias, activation)
+    return torch_gemm.quantized(h, offsets, gh)
+
+
+# ---- registration
+
+_OPERANDS = (
+    "Tensor data, Tensor scale, Tensor? row_token, Tensor w_data, Tensor w_scale, "
+    "Tensor expert_offsets, "
+)
+register(
+    f"grouped_gemm({_OPERANDS}Tensor alpha, Tensor? row_scale, Tensor? bias, Tensor(a!) out)",
+    _check_store_out,
+    _plain_store,
+    _store_kernel,
+)
+register(
+    f"grouped_gemm_scatter_add({_OPERANDS}Tensor alpha, Tensor? row_scale, Tensor? bias, "
+    "Tensor target_token, Tensor? row_weight, Tensor(a!) y)",
+    _check_scatter,
+    _plain_scatter,
+    _scatter_kernel,
+)
+register(
+    f"grouped_gemm_act_quant({_OPERANDS}Tensor alpha, Tensor gx, Tensor gh, Tensor? bias, "
+    "str activation, Tensor(a!) h_data, Tensor(b!) h_scale)",
+    _check_act_out,
+    _plain_act,
+    _act_kernel,
+)

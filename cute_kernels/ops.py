@@ -5,34 +5,56 @@ CUDA tensors run the kernels of `cute_kernels.device` on the stream and the devi
 CPU tensors run `cute_kernels.torch_ops`, or the kernels in the simulator while one is active.
 Sizes of results depend on shapes alone, nothing waits for the device, zero tokens are valid
 everywhere.
+
+Every operation takes ``out``, the tensors that its ``*_buffers`` function lists, or allocates
+them. The GEMMs are those of `cute_kernels.gemm_ops`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels import compile as compiler
-from cute_kernels import nvfp4, torch_ops
-from cute_kernels.nvfp4 import BLOCK, TILE_GROUPS, TILE_ROWS, grouped_scale_rows
+from cute_kernels import gemm_ops, nvfp4, torch_ops
+from cute_kernels.device.sizes import scale_pitch
+from cute_kernels.gemm_ops import grouped_gemm_act_quant, grouped_gemm_scatter_add
+from cute_kernels.launch import (
+    DSL_TYPES,
+    FLOATS,
+    Buffer,
+    allocate,
+    arch_of,
+    check_matrix,
+    check_out,
+    check_rows,
+    check_vector,
+    flat,
+    grouped_scales,
+    launch,
+    register,
+)
+from cute_kernels.nvfp4 import BLOCK, TILE_ROWS, Nvfp4Tensor
 
-_NAMESPACE = "nvfp4_megamoe"
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_DSL_TYPES = {
-    torch.bfloat16: "BFloat16",
-    torch.float16: "Float16",
-    torch.float32: "Float32",
-    torch.int32: "Int32",
-    torch.int64: "Int64",
-}
-_INT32_ROWS = 2**31  # row indices are int32
+__all__ = [
+    "Buffer",
+    "allocate",
+    "blockscaled_gemm",
+    "check_routing",
+    "combine",
+    "grouped_gemm",
+    "grouped_gemm_act_quant",
+    "grouped_gemm_scatter_add",
+    "permute_quantized_rows",
+    "quantize_rows",
+    "sort_routes",
+]
+
 ONE_CTA_PAIRS = 1024  # routes that one CTA sorts before another one joins
 MAX_SORT_CTAS = 64
 MAX_EXPERTS = 16384  # whose counters fit the shared memory of a CTA
-
-_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 # ---- public functions
@@ -44,6 +66,7 @@ def quantize_rows(
     row_token: Tensor | None = None,
     global_scale: Tensor | str = "per_token",
     row_scale: Tensor | None = None,
+    out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise tokens to NVFP4: codes once per token, block scales once per routed row (numerics
     section 2).
@@ -76,10 +99,26 @@ def quantize_rows(
             given = (amax.float() / largest).reshape(1)  # by a number: CUDA rounds it otherwise
     else:
         given = global_scale.reshape(-1)
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.nvfp4_megamoe.quantize_rows(
-        x, expert_offsets, row_token, given, row_scale
+    if out is None:
+        _check_quantize(x, expert_offsets, row_token, given, row_scale)
+    tokens, hidden = x.shape[0], x.shape[-1]
+    routed = tokens if row_token is None else row_token.shape[0]
+    buffers = quantize_buffers(tokens, hidden, routed, expert_offsets.numel() - 1)
+    data, scale, gx, scratch = allocate(buffers, x.device, out)
+    torch.ops.nvfp4_megamoe.quantize_rows(
+        x, expert_offsets, row_token, given, row_scale, data, scale, gx, scratch
     )
-    return out
+    return data, scale, gx
+
+
+def quantize_buffers(tokens: int, hidden: int, routed: int, experts: int) -> list[Buffer]:
+    """What `quantize_rows` writes: its three results and its scratch memory."""
+    return [
+        Buffer("x_data", (tokens, hidden // 2), torch.uint8),
+        grouped_scales("x_scale", routed, experts, hidden),
+        Buffer("gx", (tokens,), torch.float32),
+        Buffer("x_row_scale", (tokens, scale_pitch(hidden)), torch.uint8),
+    ]
 
 
 def sort_routes(
@@ -89,6 +128,7 @@ def sort_routes(
     first_expert: int = 0,
     num_local_experts: int | None = None,
     pad_rows: int = 0,
+    out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort (token, slot) pairs by local expert, stably, on the device.
 
@@ -102,10 +142,33 @@ def sort_routes(
     Raises TypeError or ValueError before anything is allocated.
     """
     local = num_experts - first_expert if num_local_experts is None else num_local_experts
-    out: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.nvfp4_megamoe.sort_routes(
-        topk_ids, topk_weights, num_experts, first_expert, local, pad_rows
+    if out is None:
+        _check_sort(topk_ids, topk_weights, num_experts, first_expert, local, pad_rows)
+    tokens, slots = topk_ids.shape
+    buffers = sort_buffers(tokens, slots, local, pad_rows)
+    *plan, counts = allocate(buffers, topk_ids.device, out)
+    offsets, row_token, row_weight, token_rows = plan
+    torch.ops.nvfp4_megamoe.sort_routes(
+        topk_ids, topk_weights, num_experts, first_expert, *plan, counts
     )
-    return out
+    return offsets, row_token, row_weight, token_rows
+
+
+def sort_buffers(tokens: int, slots: int, experts: int, pad_rows: int = 0) -> list[Buffer]:
+    """What `sort_routes` writes for ``experts`` local ones: its four results and its scratch."""
+    rows, i32 = tokens * slots + pad_rows, torch.int32
+    ctas = _sort_ctas(tokens * slots)
+    return [
+        Buffer("expert_offsets", (experts + 1,), i32),
+        Buffer("row_token", (rows,), i32),
+        Buffer("row_weight", (rows,), torch.float32),
+        Buffer("token_rows", (tokens, slots), i32),
+        Buffer("sort_counts", (ctas if ctas > 1 else 0, experts), i32),
+    ]
+
+
+def _sort_ctas(pairs: int) -> int:
+    return min(-(-pairs // ONE_CTA_PAIRS), MAX_SORT_CTAS)
 
 
 def combine(
@@ -114,6 +177,7 @@ def combine(
     weights: Tensor | None = None,
     shared: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y[t] = ((w0 * rows[r0]) + (w1 * rows[r1])) + ... + shared[t], r_j = token_rows[t, j], slots
     in order.
@@ -128,14 +192,21 @@ def combine(
     gets exactly 0 (plus its shared row). Raises TypeError or ValueError before anything is
     allocated.
     """
-    out: Tensor = torch.ops.nvfp4_megamoe.combine(
-        rows, token_rows, weights, shared, rows.dtype if out_dtype is None else out_dtype
-    )
+    if out is None:
+        _check_combine(rows, token_rows, weights, shared, out_dtype or rows.dtype)
+        shape = (token_rows.shape[0], rows.shape[1])
+        out = torch.empty(shape, dtype=out_dtype or rows.dtype, device=rows.device)
+    torch.ops.nvfp4_megamoe.combine(rows, token_rows, weights, shared, out)
     return out
 
 
 def permute_quantized_rows(
-    data: Tensor, scale: Tensor, gx: Tensor, row_token: Tensor, expert_offsets: Tensor
+    data: Tensor,
+    scale: Tensor,
+    gx: Tensor,
+    row_token: Tensor,
+    expert_offsets: Tensor,
+    out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay quantised rows that came from other ranks expert-major.
 
@@ -147,42 +218,91 @@ def permute_quantized_rows(
     Returns data (R, K/2), scale in SWIZZLE_32_4_4_GROUPED with padding bytes 0, gx (R,). Rows past
     expert_offsets[E] are not written. Raises TypeError or ValueError before anything is allocated.
     """
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.nvfp4_megamoe.permute_quantized_rows(
-        data, scale.view(torch.uint8), gx, row_token, expert_offsets
+    scale = scale.view(torch.uint8)
+    if out is None:
+        _check_permute(data, scale, gx, row_token, expert_offsets)
+    routed, experts = row_token.shape[0], expert_offsets.numel() - 1
+    buffers = permute_buffers(data.shape[-1] * 2, routed, experts)
+    rows, grouped, row_gx = allocate(buffers, data.device, out)
+    torch.ops.nvfp4_megamoe.permute_quantized_rows(
+        data, scale, gx, row_token, expert_offsets, rows, grouped, row_gx
     )
-    return out
+    return rows, grouped, row_gx
 
 
-# ---- checks, shared by real and fake implementations
+def permute_buffers(hidden: int, routed: int, experts: int) -> list[Buffer]:
+    """What `permute_quantized_rows` writes."""
+    return [
+        Buffer("row_data", (routed, hidden // 2), torch.uint8),
+        grouped_scales("row_scale", routed, experts, hidden),
+        Buffer("row_gx", (routed,), torch.float32),
+    ]
 
 
-def _check_matrix(x: Tensor, name: str, dtypes: tuple[torch.dtype, ...], multiple: int) -> None:
-    if x.dtype not in dtypes:
-        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name} must be {wanted}, got {x.dtype}")
-    if x.dim() != 2 or x.shape[1] % multiple or x.shape[1] == 0:
+def grouped_gemm(
+    a: Nvfp4Tensor,
+    b: Nvfp4Tensor,
+    expert_offsets: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out[r] = dtype((a[r] @ b[e]^T) * (ga * gb)) for the expert e that owns row r.
+
+    a  (R, K) expert-major, SWIZZLE_32_4_4_GROUPED (`nvfp4.quantize_grouped`), global scale () or
+       (R,)
+    b  (E, N, K), SWIZZLE_32_4_4, global scale () or (E,)
+
+    out (R, N) bf16, fp16 or fp32, row-major; rows past expert_offsets[E] are not written.
+    `gemm_ops.grouped_gemm` also gathers rows and adds biases. Raises TypeError or ValueError for
+    shapes, layouts and devices, before anything is allocated.
+    """
+    if a.scale_layout is not nvfp4.SWIZZLE_32_4_4_GROUPED:
         raise ValueError(
-            f"{name} must be (rows, columns) with columns a multiple of {multiple}, got "
-            f"{tuple(x.shape)}"
+            "a must have its scales in SWIZZLE_32_4_4_GROUPED, every expert's rows from a multiple "
+            f"of 128 on (nvfp4.quantize_grouped), got {a.scale_layout.name}"
         )
+    return _nvfp4_gemm(a, b, expert_offsets, out_dtype, out)
 
 
-def _check_vector(
-    v: Tensor, name: str, dtype: torch.dtype, length: int | tuple[int, ...], device: torch.device
-) -> None:
-    if v.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {v.dtype}")
-    lengths = length if isinstance(length, tuple) else (length,)
-    if v.dim() != 1 or (lengths and v.shape[0] not in lengths):
-        wanted = " or ".join(f"({n},)" for n in lengths) or "one-dimensional"
-        raise ValueError(f"{name} must be {wanted}, got {tuple(v.shape)}")
-    if v.device != device:
-        raise ValueError(f"{name} is on {v.device}, the rows are on {device}")
+def blockscaled_gemm(
+    a: Nvfp4Tensor,
+    b: Nvfp4Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """dtype((a @ b^T) * (ga * gb)), a (M, K) and b (N, K), both SWIZZLE_32_4_4.
+
+    Global scales: () or (M,) for a, () for b. The grouped GEMM with one expert. Raises TypeError
+    or ValueError for shapes, layouts and devices, before anything is allocated.
+    """
+    if a.scale_layout is not nvfp4.SWIZZLE_32_4_4 or b.data.dim() != 2 or b.global_scale.dim():
+        raise ValueError(
+            "a must be (M, K) and b (N, K) with one global scale, both in SWIZZLE_32_4_4, got "
+            f"{a.shape} {a.scale_layout.name} and {b.shape} {b.scale_layout.name} with global "
+            f"scale {tuple(b.global_scale.shape)}"
+        )
+    one = Nvfp4Tensor(b.data[None], b.scale[None], b.global_scale[None], b.scale_layout)
+    rows = a.data.shape[0]
+    ends = torch.arange(2, dtype=torch.int32, device=a.device) * rows  # no copy from the host
+    return _nvfp4_gemm(a, one, ends, out_dtype, out)
 
 
-def _check_rows(rows: int, what: str) -> None:
-    if rows >= _INT32_ROWS:
-        raise ValueError(f"{what} must be below 2^31 (row indices are int32), got {rows}")
+def _nvfp4_gemm(
+    a: Nvfp4Tensor, b: Nvfp4Tensor, offsets: Tensor, dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    if b.scale_layout is not nvfp4.SWIZZLE_32_4_4 or b.data.dim() != 3 or b.global_scale.dim() > 1:
+        raise ValueError(
+            "b must be (E, N, K) in SWIZZLE_32_4_4 with one global scale per expert, got "
+            f"{b.shape} {b.scale_layout.name} with {tuple(b.global_scale.shape)}"
+        )
+    alpha = b.global_scale.expand(b.data.shape[0]).contiguous()
+    row_scale = a.global_scale.expand(a.data.shape[0]).contiguous()
+    rows, weights = gemm_ops.Rows(a.data, a.scale), gemm_ops.Weights(b.data, b.scale)
+    options: dict[str, Any] = {"row_scale": row_scale, "out_dtype": dtype, "out": out}
+    return gemm_ops.grouped_gemm(rows, weights, offsets, alpha, **options)
+
+
+# ---- checks
 
 
 def _check_quantize(
@@ -192,16 +312,23 @@ def _check_quantize(
     given: Tensor | None,
     row_scale: Tensor | None,
 ) -> None:
-    _check_matrix(x, "x", _FLOATS, BLOCK)
+    check_matrix(x, "x", FLOATS, BLOCK)
     nvfp4.check_expert_offsets(expert_offsets, x.device)
-    _check_rows(x.shape[0], "rows of x")
+    check_rows(x.shape[0], "rows of x")
     if row_token is not None:
-        _check_vector(row_token, "row_token", torch.int32, (), x.device)
-        _check_rows(row_token.shape[0], "routed rows")
+        check_vector(row_token, "row_token", torch.int32, (), x.device)
+        check_rows(row_token.shape[0], "routed rows")
     if given is not None:
-        _check_vector(given, "global_scale", torch.float32, (1, x.shape[0]), x.device)
+        check_vector(given, "global_scale", torch.float32, (1, x.shape[0]), x.device)
     if row_scale is not None:
-        _check_vector(row_scale, "row_scale", torch.float32, x.shape[0], x.device)
+        check_vector(row_scale, "row_scale", torch.float32, x.shape[0], x.device)
+
+
+def _check_quantize_out(x: Tensor, offsets: Tensor, row_token: Any, *rest: Any) -> None:
+    _check_quantize(x, offsets, row_token, *rest[:2])
+    routed = x.shape[0] if row_token is None else row_token.shape[0]
+    tokens, hidden = x.shape
+    check_out(rest[2:], quantize_buffers(tokens, hidden, routed, offsets.shape[0] - 1), x.device)
 
 
 def check_routing(topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -233,7 +360,16 @@ def _check_sort(
         )
     if pad < 0:
         raise ValueError(f"pad_rows must not be negative, got {pad}")
-    _check_rows(ids.shape[0] * ids.shape[1] + pad, "T * K + pad_rows")
+    check_rows(ids.shape[0] * ids.shape[1] + pad, "T * K + pad_rows")
+
+
+def _check_sort_out(
+    ids: Tensor, weights: Tensor, num_experts: int, first: int, *out: Tensor
+) -> None:
+    local, pad = out[0].shape[0] - 1, out[1].shape[0] - ids.numel()
+    _check_sort(ids, weights, num_experts, first, local, pad)
+    tokens, slots = ids.shape
+    check_out(out, sort_buffers(tokens, slots, local, pad), ids.device)
 
 
 def _check_combine(
@@ -243,8 +379,8 @@ def _check_combine(
     shared: Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
-    _check_matrix(rows, "rows", _FLOATS, 8)
-    if out_dtype not in _FLOATS:
+    check_matrix(rows, "rows", FLOATS, 8)
+    if out_dtype not in FLOATS:
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if token_rows.dtype != torch.int32:
         raise TypeError(f"token_rows must be int32, got {token_rows.dtype}")
@@ -260,7 +396,7 @@ def _check_combine(
             )
     if shared is not None:
         tensors["shared"] = shared
-        _check_matrix(shared, "shared", _FLOATS, 8)
+        check_matrix(shared, "shared", FLOATS, 8)
         if tuple(shared.shape) != (token_rows.shape[0], rows.shape[1]):
             raise ValueError(
                 f"shared must be {(token_rows.shape[0], rows.shape[1])}, got {tuple(shared.shape)}"
@@ -270,10 +406,20 @@ def _check_combine(
             raise ValueError(f"{name} is on {tensor.device}, rows are on {rows.device}")
 
 
+def _check_combine_out(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, y: Any) -> None:
+    _check_combine(rows, token_rows, weights, shared, y.dtype)
+    buffer = Buffer("y", (token_rows.shape[0], rows.shape[1]), y.dtype)
+    check_out((y,), (buffer,), rows.device)
+
+
 def _check_permute(
-    data: Tensor, scale: Tensor, gx: Tensor, row_token: Tensor, expert_offsets: Tensor
+    data: Tensor,
+    scale: Tensor,
+    gx: Tensor,
+    row_token: Tensor,
+    expert_offsets: Tensor,
 ) -> None:
-    _check_matrix(data, "data", (torch.uint8,), BLOCK // 2)
+    check_matrix(data, "data", (torch.uint8,), BLOCK // 2)
     if scale.dtype != torch.uint8:
         raise TypeError(f"scale must be uint8 or float8_e4m3fn, got {scale.dtype}")
     expected = (data.shape[0], data.shape[1] * 2 // BLOCK)
@@ -282,45 +428,20 @@ def _check_permute(
             f"scale must be row-major {expected} on {data.device}, got {tuple(scale.shape)} on "
             f"{scale.device}"
         )
-    _check_vector(gx, "gx", torch.float32, data.shape[0], data.device)
-    _check_vector(row_token, "row_token", torch.int32, (), data.device)
+    check_vector(gx, "gx", torch.float32, data.shape[0], data.device)
+    check_vector(row_token, "row_token", torch.int32, (), data.device)
     nvfp4.check_expert_offsets(expert_offsets, data.device)
-    _check_rows(max(data.shape[0], row_token.shape[0]), "rows")
+    check_rows(max(data.shape[0], row_token.shape[0]), "rows")
+
+
+def _check_permute_out(data: Tensor, scale: Tensor, gx: Tensor, *rest: Tensor) -> None:
+    row_token, offsets, *out = rest
+    _check_permute(data, scale, gx, row_token, offsets)
+    buffers = permute_buffers(data.shape[1] * 2, row_token.shape[0], offsets.shape[0] - 1)
+    check_out(out, buffers, data.device)
 
 
 # ---- launching
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Contiguous and aligned to 16 bytes, as the kernels read it; a copy only when it is not."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def _arch(device: torch.device) -> str:
-    """Compile target of the device. Raises RuntimeError with the reason when it has none."""
-    if device.type == "cpu":
-        return compiler.device_arch(-1, None)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return compiler.device_arch(index, torch.cuda.get_device_capability)
-
-
-def _launch(kernel: Any, device: torch.device, *values: float | Tensor | None) -> None:
-    """Launch on the current stream of ``device``. Tensors become addresses, None is left out."""
-    launcher = compiler.load(kernel, _arch(device))
-    numbers = [v.data_ptr() if isinstance(v, Tensor) else v for v in values if v is not None]
-    if device.type == "cpu":
-        launcher(*numbers, 0)
-    elif device.index in (None, torch.cuda.current_device()):
-        launcher(*numbers, torch.cuda.current_stream().cuda_stream)
-    else:
-        with torch.cuda.device(device):
-            launcher(*numbers, torch.cuda.current_stream().cuda_stream)
-
-
-def _grouped_scales(rows: int, experts: int, groups: int, device: torch.device) -> Tensor:
-    shape = (grouped_scale_rows(rows, experts), -(-groups // TILE_GROUPS) * TILE_GROUPS)
-    return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
 def _quantize_rows_kernel(
@@ -329,208 +450,143 @@ def _quantize_rows_kernel(
     row_token: Tensor | None,
     given: Tensor | None,
     row_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from cute_kernels.device.quantize import GroupScales, QuantizeRows, scale_pitch
+    *out: Tensor,
+) -> None:
+    from cute_kernels.device.quantize import GroupScales, QuantizeRows
 
-    _check_quantize(x, expert_offsets, row_token, given, row_scale)
+    data, grouped, gx, scale = out
     tokens, hidden = x.shape
     experts = expert_offsets.shape[0] - 1
-    routed = tokens if row_token is None else row_token.shape[0]
-    data = torch.empty((tokens, hidden // 2), dtype=torch.uint8, device=x.device)
-    gx = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    grouped = _grouped_scales(routed, experts, hidden // BLOCK, x.device)
     if tokens == 0:
-        return data, grouped.zero_(), gx
-    x, expert_offsets = _flat(x), expert_offsets.contiguous()
+        grouped.zero_()
+        return
+    x, expert_offsets = flat(x), expert_offsets.contiguous()
     pitch = scale_pitch(hidden)
-    scale = torch.empty((tokens, pitch), dtype=torch.uint8, device=x.device)
     kernel = QuantizeRows(
         hidden=hidden,
-        dtype=_DSL_TYPES[x.dtype],
+        dtype=DSL_TYPES[x.dtype],
         given=given is not None,
         weighted=row_scale is not None,
         bounded=row_token is None,
-        hardware=_arch(x.device) != "sm_90a",
+        hardware=arch_of(x.device) != "sm_90a",
     )
     limit = expert_offsets[experts:] if row_token is None else None
     stride = 0 if given is not None and given.shape[0] == 1 else 1
-    _launch(kernel, x.device, x, given, row_scale, limit, data, scale, gx, tokens, stride)
+    launch(kernel, x.device, x, given, row_scale, limit, data, scale, gx, tokens, stride)
     if grouped.numel():
         tiles = grouped.shape[0] // TILE_ROWS
         group = GroupScales(hidden // BLOCK, pitch, indexed=row_token is not None)
-        _launch(group, x.device, scale, row_token, expert_offsets, grouped, experts, tiles)
-    return data, grouped, gx
+        launch(group, x.device, scale, row_token, expert_offsets, grouped, experts, tiles)
 
 
 def _sort_routes_kernel(
-    ids: Tensor, weights: Tensor, num_experts: int, first: int, local: int, pad: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids: Tensor, weights: Tensor, num_experts: int, first: int, *out: Tensor
+) -> None:
     from cute_kernels.device.routing import CountRoutes, SortRoutes
 
-    _check_sort(ids, weights, num_experts, first, local, pad)
-    tokens, slots = ids.shape
-    pairs = tokens * slots
-    device, i32 = ids.device, torch.int32
-    offsets = torch.empty(local + 1, dtype=i32, device=device)
-    row_token = torch.empty(pairs + pad, dtype=i32, device=device)
-    row_weight = torch.empty(pairs + pad, dtype=torch.float32, device=device)
-    token_rows = torch.empty((tokens, slots), dtype=i32, device=device)
+    offsets, row_token, row_weight, token_rows, counts = out
+    slots, local = ids.shape[1], offsets.shape[0] - 1
+    pairs, rows = ids.shape[0] * slots, row_token.shape[0]
     if pairs == 0:
-        return offsets.zero_(), row_token.fill_(-1), row_weight.zero_(), token_rows
+        offsets.zero_()
+        row_token.fill_(-1)
+        row_weight.zero_()
+        return
     ids, weights = ids.contiguous(), weights.float().contiguous()
-    ctas = min(-(-pairs // ONE_CTA_PAIRS), MAX_SORT_CTAS)
-    dtype = _DSL_TYPES[ids.dtype]
-    counts = None
-    if ctas > 1:
-        counts = torch.empty((ctas, local), dtype=i32, device=device)
+    ctas, dtype, device = _sort_ctas(pairs), DSL_TYPES[ids.dtype], ids.device
+    spread = ctas > 1
+    if spread:
         count = CountRoutes(local, dtype)
-        _launch(count, device, ids, counts, pairs, ctas, first, num_experts)
-    kernel = SortRoutes(local, dtype, top_k=slots, spread=ctas > 1)
-    outputs = (offsets, row_token, row_weight, token_rows)
-    inputs = (ids, weights, counts, first, num_experts)
-    _launch(kernel, device, *inputs, *outputs, pairs, pairs + pad, ctas)
-    return outputs
+        launch(count, device, ids, counts, pairs, ctas, first, num_experts)
+    kernel = SortRoutes(local, dtype, top_k=slots, spread=spread)
+    inputs = (ids, weights, counts if spread else None, first, num_experts)
+    launch(kernel, device, *inputs, offsets, row_token, row_weight, token_rows, pairs, rows, ctas)
 
 
 def _combine_kernel(
-    rows: Tensor,
-    token_rows: Tensor,
-    weights: Tensor | None,
-    shared: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+    rows: Tensor, token_rows: Tensor, weights: Tensor | None, shared: Tensor | None, y: Tensor
+) -> None:
     from cute_kernels.device.combine import Combine
 
-    _check_combine(rows, token_rows, weights, shared, out_dtype)
     tokens, slots = token_rows.shape
-    y = torch.empty((tokens, rows.shape[1]), dtype=out_dtype, device=rows.device)
     if tokens == 0:
-        return y
+        return
     kernel = Combine(
         hidden=rows.shape[1],
         top_k=slots,
-        rows_dtype=_DSL_TYPES[rows.dtype],
-        out_dtype=_DSL_TYPES[out_dtype],
-        shared_dtype="" if shared is None else _DSL_TYPES[shared.dtype],
+        rows_dtype=DSL_TYPES[rows.dtype],
+        out_dtype=DSL_TYPES[y.dtype],
+        shared_dtype="" if shared is None else DSL_TYPES[shared.dtype],
         weighted=weights is not None,
     )
-    rows, token_rows = _flat(rows), token_rows.contiguous()
+    rows, token_rows = flat(rows), token_rows.contiguous()
     weights = None if weights is None else weights.contiguous()
-    shared = None if shared is None else _flat(shared)
-    _launch(kernel, rows.device, rows, token_rows, weights, shared, y, tokens)
-    return y
+    shared = None if shared is None else flat(shared)
+    launch(kernel, rows.device, rows, token_rows, weights, shared, y, tokens)
 
 
 def _permute_kernel(
-    data: Tensor, scale: Tensor, gx: Tensor, row_token: Tensor, expert_offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    data: Tensor,
+    scale: Tensor,
+    gx: Tensor,
+    row_token: Tensor,
+    expert_offsets: Tensor,
+    *out: Tensor,
+) -> None:
     from cute_kernels.device.combine import PermuteRows
     from cute_kernels.device.quantize import GroupScales
 
-    _check_permute(data, scale, gx, row_token, expert_offsets)
+    rows, grouped, row_gx = out
     routed, experts, groups = row_token.shape[0], expert_offsets.shape[0] - 1, scale.shape[1]
-    out = torch.empty((routed, data.shape[1]), dtype=torch.uint8, device=data.device)
-    out_gx = torch.empty(routed, dtype=torch.float32, device=data.device)
-    grouped = _grouped_scales(routed, experts, groups, data.device)
     if routed == 0 or data.shape[0] == 0:
-        return out, grouped.zero_(), out_gx
-    data, scale, gx = _flat(data), _flat(scale), gx.contiguous()
+        grouped.zero_()
+        return
+    data, scale, gx = flat(data), flat(scale), gx.contiguous()
     row_token, expert_offsets = row_token.contiguous(), expert_offsets.contiguous()
-    rows = (row_token, expert_offsets[experts:], out, out_gx, routed)
-    _launch(PermuteRows(data.shape[1]), data.device, data, gx, *rows)
+    results = (row_token, expert_offsets[experts:], rows, row_gx, routed)
+    launch(PermuteRows(data.shape[1]), data.device, data, gx, *results)
     tiles = grouped.shape[0] // TILE_ROWS
     kernel = GroupScales(groups, groups, indexed=True)
-    _launch(kernel, data.device, scale, row_token, expert_offsets, grouped, experts, tiles)
-    return out, grouped, out_gx
+    launch(kernel, data.device, scale, row_token, expert_offsets, grouped, experts, tiles)
 
 
 # ---- registration
 
 
-def _on_cpu(check: Any, plain: Any, kernel: Any) -> Any:
-    """Implementation for CPU tensors: plain PyTorch, or the kernel while a simulator is active."""
-
-    def run(*args: Any) -> Any:
-        if compiler.simulating():
-            return kernel(*args)
-        check(*args)
-        return plain(*args)
-
-    return run
-
-
-def _fake_quantize(x: Tensor, expert_offsets: Tensor, row_token: Any, given: Any, w: Any) -> Any:
-    _check_quantize(x, expert_offsets, row_token, given, w)
-    tokens, hidden = x.shape
-    routed = tokens if row_token is None else row_token.shape[0]
-    scale = _grouped_scales(routed, expert_offsets.shape[0] - 1, hidden // BLOCK, x.device)
-    data = x.new_empty((tokens, hidden // 2), dtype=torch.uint8)
-    return data, scale, x.new_empty(tokens, dtype=torch.float32)
-
-
-def _fake_sort(ids: Tensor, weights: Tensor, experts: int, first: int, local: int, pad: int) -> Any:
-    _check_sort(ids, weights, experts, first, local, pad)
-    rows = ids.shape[0] * ids.shape[1] + pad
-    i32 = torch.int32
-    return (
-        ids.new_empty(local + 1, dtype=i32),
-        ids.new_empty(rows, dtype=i32),
-        ids.new_empty(rows, dtype=torch.float32),
-        ids.new_empty(tuple(ids.shape), dtype=i32),
-    )
-
-
-def _fake_combine(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, dtype: Any) -> Any:
-    _check_combine(rows, token_rows, weights, shared, dtype)
-    return rows.new_empty((token_rows.shape[0], rows.shape[1]), dtype=dtype)
-
-
-def _fake_permute(data: Tensor, scale: Tensor, gx: Tensor, row_token: Tensor, off: Tensor) -> Any:
-    _check_permute(data, scale, gx, row_token, off)
-    routed = row_token.shape[0]
-    grouped = _grouped_scales(routed, off.shape[0] - 1, scale.shape[1], data.device)
-    return data.new_empty((routed, data.shape[1])), grouped, gx.new_empty(routed)
-
-
-def _plain_sort(
-    ids: Tensor, weights: Tensor, experts: int, first: int, local: int, pad: int
-) -> Any:
-    rows = ids.shape[0] * ids.shape[1] + pad
+def _plain_sort(ids: Tensor, weights: Tensor, experts: int, first: int, *out: Tensor) -> Any:
+    local, rows = out[0].shape[0] - 1, out[1].shape[0]
     return torch_ops.sort_routes(ids, weights, experts, first, local, rows)
 
 
-_OPERATIONS = (
-    (
-        "quantize_rows(Tensor x, Tensor expert_offsets, Tensor? row_token, Tensor? global_scale, "
-        "Tensor? row_scale) -> (Tensor, Tensor, Tensor)",
-        (_check_quantize, torch_ops.quantize_rows, _quantize_rows_kernel, _fake_quantize),
-    ),
-    (
-        "sort_routes(Tensor topk_ids, Tensor topk_weights, int num_experts, int first_expert, "
-        "int num_local_experts, int pad_rows) -> (Tensor, Tensor, Tensor, Tensor)",
-        (_check_sort, _plain_sort, _sort_routes_kernel, _fake_sort),
-    ),
-    (
-        "combine(Tensor rows, Tensor token_rows, Tensor? weights, Tensor? shared, "
-        "ScalarType out_dtype) -> Tensor",
-        (_check_combine, torch_ops.combine, _combine_kernel, _fake_combine),
-    ),
-    (
-        "permute_quantized_rows(Tensor data, Tensor scale, Tensor gx, Tensor row_token, "
-        "Tensor expert_offsets) -> (Tensor, Tensor, Tensor)",
-        (_check_permute, torch_ops.permute_quantized_rows, _permute_kernel, _fake_permute),
-    ),
+def _plain_combine(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, y: Tensor) -> Any:
+    return (torch_ops.combine(rows, token_rows, weights, shared, y.dtype),)
+
+
+register(
+    "quantize_rows(Tensor x, Tensor expert_offsets, Tensor? row_token, Tensor? global_scale, "
+    "Tensor? row_scale, Tensor(a!) data, Tensor(b!) scale, Tensor(c!) gx, Tensor(d!) scratch)",
+    _check_quantize_out,
+    lambda *args: torch_ops.quantize_rows(*args[:5]),
+    _quantize_rows_kernel,
 )
-
-
-def _register() -> None:
-    for schema, (check, plain, kernel, fake) in _OPERATIONS:
-        name = schema[: schema.index("(")]
-        _library.define(schema)  # type: ignore[no-untyped-call]
-        _library.impl(name, kernel, "CUDA")  # type: ignore[no-untyped-call]
-        on_cpu = _on_cpu(check, plain, kernel)
-        _library.impl(name, on_cpu, "CPU")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
-
-
-_register()
+register(
+    "sort_routes(Tensor topk_ids, Tensor topk_weights, int num_experts, int first_expert, "
+    "Tensor(a!) expert_offsets, Tensor(b!) row_token, Tensor(c!) row_weight, "
+    "Tensor(d!) token_rows, Tensor(e!) scratch)",
+    _check_sort_out,
+    _plain_sort,
+    _sort_routes_kernel,
+)
+register(
+    "combine(Tensor rows, Tensor token_rows, Tensor? weights, Tensor? shared, Tensor(a!) y)",
+    _check_combine_out,
+    _plain_combine,
+    _combine_kernel,
+)
+register(
+    "permute_quantized_rows(Tensor data, Tensor scale, Tensor gx, Tensor row_token, "
+    "Tensor expert_offsets, Tensor(a!) rows, Tensor(b!) row_scale, Tensor(c!) row_gx)",
+    _check_permute_out,
+    lambda *args: torch_ops.permute_quantized_rows(*args[:5]),
+    _permute_kernel,
+)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cute_kernels import compile as compiler
 from cute_kernels import nvfp4, ops
+from cute_kernels.launch import arch_of
 
 ROTATE_BYTES = 400 << 20
 Op = Callable[[], object]
@@ -164,7 +165,7 @@ def variants(shape: Shape, rate: float) -> list[dict[str, Any]]:
     from cute_kernels.device.routing import CountRoutes, SortRoutes
 
     t, h = shape.tokens, shape.hidden
-    arch = ops._arch(torch.device("cuda:0"))
+    arch = arch_of(torch.device("cuda:0"))
     data = torch.empty((t, h // 2), dtype=torch.uint8, device="cuda")
     scale = torch.empty((t, scale_pitch(h)), dtype=torch.uint8, device="cuda")
     gx = torch.empty(t, device="cuda")

@@ -218,23 +218,25 @@ def test_comparison_notices_every_kind_of_damage() -> None:
 # ---- registration
 
 
+def outputs(buffers: list[ops.Buffer]) -> list[Tensor]:
+    return [torch.zeros(b.shape, dtype=b.dtype) for b in buffers]
+
+
 def op_inputs() -> dict[str, tuple]:
     case = Case(9, hidden=64, routing="holes")
     ids, weights = case.routes()
     offsets, row_token, _, token_rows = plan(case)
     q = nvfp4.quantize(case.x())
     rows = torch.randn(18, 64).bfloat16()
+    received = (q.data, q.scale.view(torch.uint8), q.global_scale, row_token, offsets)
     return {
-        "sort_routes": (ids, weights, case.all_experts, 0, 8, 3),
-        "quantize_rows": (case.x(), offsets, row_token, None, torch.rand(9)),
-        "combine": (rows, token_rows, weights, case.x(), torch.float16),
-        "permute_quantized_rows": (
-            q.data,
-            q.scale.view(torch.uint8),
-            q.global_scale,
-            row_token,
-            offsets,
+        "sort_routes": (ids, weights, case.all_experts, 0, *outputs(ops.sort_buffers(9, 2, 8, 3))),
+        "quantize_rows": (
+            *(case.x(), offsets, row_token, None, torch.rand(9)),
+            *outputs(ops.quantize_buffers(9, 64, 18, 8)),
         ),
+        "combine": (rows, token_rows, weights, case.x(), torch.zeros(9, 64).half()),
+        "permute_quantized_rows": (*received, *outputs(ops.permute_buffers(64, 18, 8))),
     }
 
 
@@ -249,6 +251,56 @@ def test_h53_opcheck(name: str) -> None:
 def test_opcheck_dynamic_shapes(name: str) -> None:
     op = getattr(torch.ops.nvfp4_megamoe, name).default
     torch.library.opcheck(op, op_inputs()[name], test_utils="test_aot_dispatch_dynamic")
+
+
+def chain(ids: Tensor, weights: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    offsets, row_token, _, token_rows = ops.sort_routes(ids, weights, 24, 0, 8)
+    data, scale, gx = ops.quantize_rows(x, offsets, row_token)
+    moved = ops.permute_quantized_rows(data, scale[: len(x), :4], gx, row_token, offsets)
+    y = ops.combine(x[row_token.clamp(min=0).long()], token_rows, weights, x)
+    return (*moved, y)
+
+
+def test_operations_under_torch_compile() -> None:
+    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 40, 7):
+        case = Case(tokens, hidden=64, routing="holes", special=False)
+        arguments = (*case.routes(), case.x())
+        for got, want in zip(compiled(*arguments), chain(*arguments), strict=True):
+            assert got.stride() == want.stride()
+            assert_same(got, want, f"{tokens} tokens")
+
+
+def test_results_go_into_given_tensors() -> None:
+    case = Case(9, hidden=64, routing="holes", special=False)
+    ids, weights = case.routes()
+    buffers = outputs(ops.sort_buffers(9, 2, 8))
+    offsets, row_token, _, _ = ops.sort_routes(ids, weights, 24, 0, 8, out=buffers)
+    assert offsets is buffers[0] and row_token is buffers[1]
+    assert_same(row_token, plan(case)[1], "row_token")
+    out = outputs(ops.quantize_buffers(9, 64, 18, 8))
+    ops.quantize_rows(case.x(), offsets, row_token, out=out)
+    assert_quantized(tuple(out), ops.quantize_rows(case.x(), offsets, row_token), offsets)
+    y = torch.empty(9, 64)
+    assert ops.combine(case.x().repeat(2, 1), plan(case)[3], weights, out=y) is y
+
+
+@pytest.mark.parametrize("spoil", ["shape", "dtype", "strides", "count"])
+def test_given_tensors_are_checked(spoil: str) -> None:
+    """A kernel gets an address: what is behind it must be what its buffer says."""
+    case = Case(9, hidden=64)
+    offsets, row_token, _, _ = plan(case)
+    out = outputs(ops.quantize_buffers(9, 64, 18, 8))
+    if spoil == "shape":
+        out[1] = out[1][:-128]
+    elif spoil == "dtype":
+        out[2] = out[2].double()
+    elif spoil == "strides":
+        out[0] = torch.zeros(32, 9, dtype=torch.uint8).t()
+    else:
+        out.pop()
+    with pytest.raises(ValueError, match=r"must (be|hold)"):
+        ops.quantize_rows(case.x(), offsets, row_token, out=out)
 
 
 def test_zero_tokens() -> None:

@@ -88,6 +88,22 @@ def store_f32(address: Int64, value: Float32) -> None:
     inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def reduce_f32x4(address: Int64, values) -> None:
+    """Add four fp32 to memory, each atomically, in no given order."""
+    inline_ptx(
+        "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
+    )
+
+
+def reduce_bf16x8(address: Int64, words) -> None:
+    """Add eight bf16 (four words) to memory, each rounded to nearest, in no given order."""
+    inline_ptx(
+        "red.global.add.noftz.v4.bf16x2 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
 def count_shared(pointer) -> None:
     """Add one to a word of shared memory, atomically."""
     inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[Int32(pointer.toint())])

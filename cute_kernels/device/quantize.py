@@ -20,18 +20,12 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
 from cute_kernels.device.scheduler import find_tile
+from cute_kernels.device.sizes import BLOCK, scale_pitch
 
-BLOCK = 16
 E2M1_UE4M3_MAX = 6.0 * 448.0
 GLOBAL_MIN = 2.0**-100
 UE4M3_NAN = 0x7F
 WARP = 32
-
-
-def scale_pitch(hidden: int) -> int:
-    """Bytes between rows of the row-major scales that `QuantizeRows` writes: whole 16-byte
-    accesses."""
-    return -(-hidden // BLOCK // 16) * 16
 
 
 @dataclasses.dataclass(frozen=True)

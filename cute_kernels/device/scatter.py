@@ -1,0 +1,100 @@
+"""The epilogue that adds rows of experts straight into their tokens.
+
+    y[row_token[r], n] += row_weight[r] * bf16(acc[r, n] * (row_scale[r] * alpha[e]) + bias[e, n])
+
+The order in which the slots of a token are added is not fixed: with three slots or more the last
+bits of a sum may differ from run to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32
+
+from cute_kernels.compile import Ptr
+from cute_kernels.device import ptx
+from cute_kernels.device.epilogues import row_alpha
+
+
+class ScatterArgs(NamedTuple):
+    y: Any
+    alpha: Any
+    row_scale: Any
+    bias: Any
+    row_token: Any
+    row_weight: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatterAdd:
+    """Each product, sum and rounding as `StoreRows` and `Combine` have them, but for the order of
+    the sums.
+
+    dtype       'Float32': sums in fp32; 'BFloat16': each addend and each sum is rounded to bf16
+    row_scaled  row_scale fp32 (R,) is an argument; alpha fp32 (E,) always is
+    biased      bias fp32 (E, N) is an argument
+    weighted    row_weight fp32 (R,) is an argument
+
+    y (T, N), row pitch N, holds what is added to; row_token int32 (R,), every entry a row of y.
+    """
+
+    dtype: str = "Float32"
+    row_scaled: bool = False
+    biased: bool = False
+    weighted: bool = True
+    width = 32
+
+    @property
+    def name(self) -> str:
+        flags = {"rowscale": self.row_scaled, "bias": self.biased, "sum": not self.weighted}
+        return "_".join(["scatter", self.dtype.lower(), *(n for n, on in flags.items() if on)])
+
+    @property
+    def arguments(self) -> ScatterArgs:
+        f32 = Ptr("Float32", 4)
+        return ScatterArgs(
+            Ptr(self.dtype),
+            f32,
+            f32 if self.row_scaled else None,
+            f32 if self.biased else None,
+            Ptr("Int32", 4),
+            f32 if self.weighted else None,
+        )
+
+    @cute.jit
+    def store_row(self, args, values, place):
+        alpha = row_alpha(place, args.alpha, args.row_scale, None)
+        token = ptx.load_i32(args.row_token.toint() + Int64(place.row) * 4)
+        weight = None
+        if cutlass.const_expr(self.weighted):
+            weight = ptx.load_f32(args.row_weight.toint() + Int64(place.row) * 4)
+        size = 4 if self.dtype == "Float32" else 2
+        per_store = 16 // size
+        base = args.y.toint() + (Int64(token) * place.n + place.col) * size
+        for i in cutlass.range_constexpr(self.width // per_store):
+            if place.col + i * per_store < place.n:
+                part = [ptx.mul(values[i * per_store + j], alpha) for j in range(per_store)]
+                if cutlass.const_expr(self.biased):
+                    at = Int64(place.expert) * place.n + place.col + i * per_store
+                    bias = args.bias.toint() + at * 4
+                    part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
+                self.add(base + 16 * i, self.addends(part, weight))
+
+    def addends(self, part, weight):
+        """What a token gets: the bf16 rounding of each value, weighted."""
+        pairs = [ptx.pack_bf16x2(a, b) for a, b in zip(part[::2], part[1::2])]
+        halves = [h for w in pairs for h in (w << 16, w & Uint32(0xFFFF0000))]
+        rounded = [h.bitcast(Float32) for h in halves]
+        return rounded if weight is None else [ptx.mul(weight, v) for v in rounded]
+
+    def add(self, address, part):
+        """One reduction of 16 bytes."""
+        if self.dtype == "Float32":
+            ptx.reduce_f32x4(address, part)
+        else:
+            words = [ptx.pack_bf16x2(a, b) for a, b in zip(part[::2], part[1::2])]
+            ptx.reduce_bf16x8(address, words)

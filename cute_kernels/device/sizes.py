@@ -1,0 +1,10 @@
+"""Sizes that host and device agree on. Imports nothing of the DSL: memory is planned without it."""
+
+from __future__ import annotations
+
+BLOCK = 16
+
+
+def scale_pitch(hidden: int) -> int:
+    """Bytes between rows of row-major scales of ``hidden`` columns: whole 16-byte accesses."""
+    return -(-hidden // BLOCK // 16) * 16
