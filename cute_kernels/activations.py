@@ -128,6 +128,7 @@ class ReLU2(Activation):
 BUILT_IN: dict[str, type[Activation]] = {c.__name__: c for c in (SwiGLU, SwiGLUOAI, GeGLU, ReLU2)}
 
 
+@functools.cache
 def spec(activation: Activation) -> str:
     """What `from_spec` turns back into an equal object: an operator's arguments are strings and
     numbers. Raises ValueError for a class that cannot be imported by name."""

@@ -23,6 +23,7 @@ from cute_kernels.launch import (
     DSL_TYPES,
     FLOATS,
     Buffer,
+    activation_spec,
     allocate,
     check_out,
     check_vector,
@@ -62,12 +63,12 @@ class Weights(NamedTuple):
 
 class HiddenScales(NamedTuple):
     """What turns accumulators into h: alpha fp32 (E, P), gx fp32 per token (or per row without
-    row_token), gh fp32 (E,).
+    row_token), gh fp32 (E,) or None: one outer scale per row of h (`ops.quantize_hidden` alone).
     """
 
     alpha: Tensor
     gx: Tensor
-    gh: Tensor
+    gh: Tensor | None = None
 
 
 class ScatterTarget(NamedTuple):
@@ -174,7 +175,7 @@ def grouped_gemm_act_quant(
     inter = weights.data.shape[1] // parts
     buffers = hidden_buffers(rows.routed, inter, weights.data.shape[0])
     data, scale = allocate(buffers, rows.data.device, out)
-    spec = activations.spec(activation)
+    spec = activation_spec(activation)
     torch.ops.nvfp4_megamoe.grouped_gemm_act_quant(*arguments, spec, data, scale)
     return Rows(data, scale)
 
@@ -269,7 +270,7 @@ def _check(rows: Rows, weights: Weights, offsets: Tensor) -> tuple[int, int, int
     return experts, n, k
 
 
-def _check_factor(
+def check_factor(
     tensor: Tensor | None, name: str, shape: tuple[int, ...], device: torch.device
 ) -> None:
     """An optional fp32 operand of the epilogue."""
@@ -294,9 +295,9 @@ def _check_store(*args: Any) -> tuple[int, int, Rows]:
     if dtype not in FLOATS:
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {dtype}")
     device = rows.data.device
-    _check_factor(alpha, "alpha", (experts,), device)
-    _check_factor(row_scale, "row_scale", (rows.routed,), device)
-    _check_factor(bias, "bias", (experts, n), device)
+    check_factor(alpha, "alpha", (experts,), device)
+    check_factor(row_scale, "row_scale", (rows.routed,), device)
+    check_factor(bias, "bias", (experts, n), device)
     return experts, n, rows
 
 
@@ -313,7 +314,7 @@ def _check_scatter(*args: Any) -> None:
     _, n, rows = _check_store(*gemm, y.dtype)
     device = rows.data.device
     check_vector(token, "row_token of the target", torch.int32, rows.routed, device)
-    _check_factor(weight, "row_weight", (rows.routed,), device)
+    check_factor(weight, "row_weight", (rows.routed,), device)
     check_out((y,), (Buffer("y", (y.shape[0], n), y.dtype),), device)
 
 
@@ -327,10 +328,12 @@ def _check_act(*args: Any) -> tuple[int, int, Rows]:
             f"N must be a multiple of {parts * BLOCK} with {parts} projections, got {n}"
         )
     device = rows.data.device
-    _check_factor(alpha, "alpha", (experts, parts), device)
-    _check_factor(gx, "gx", (rows.data.shape[0],), device)
-    _check_factor(gh, "gh", (experts,), device)
-    _check_factor(bias, "bias", (experts, n), device)
+    check_factor(alpha, "alpha", (experts, parts), device)
+    check_factor(gx, "gx", (rows.data.shape[0],), device)
+    if gh is None:
+        raise ValueError("gh must be given: no tile holds a whole row of h (see quantize_hidden)")
+    check_factor(gh, "gh", (experts,), device)
+    check_factor(bias, "bias", (experts, n), device)
     return experts, n // parts, rows
 
 

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels import activations
 from cute_kernels import compile as compiler
+from cute_kernels.activations import Activation
 from cute_kernels.nvfp4 import TILE_GROUPS, grouped_scale_rows
 
 NAMESPACE = "nvfp4_megamoe"
@@ -157,6 +159,13 @@ def launch(kernel: Any, device: torch.device, *values: float | Tensor | None) ->
 
 
 # ---- registration
+
+
+@torch.compiler.assume_constant_result
+def activation_spec(activation: Activation) -> str:
+    """`activations.spec`, a constant of a traced program: the sizes and limits of an activation do
+    not vary."""
+    return activations.spec(activation)
 
 
 def register(

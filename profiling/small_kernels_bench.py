@@ -23,9 +23,12 @@ from torch import Tensor
 
 from cute_kernels import compile as compiler
 from cute_kernels import nvfp4, ops
+from cute_kernels.activations import SwiGLU
+from cute_kernels.gemm_ops import HiddenScales
 from cute_kernels.launch import arch_of
 
 ROTATE_BYTES = 400 << 20
+INTER = 2048  # I of DeepSeek-V3 and V4-Flash
 Op = Callable[[], object]
 
 
@@ -109,7 +112,8 @@ class Shape:
         }
 
 
-def bench(shape: Shape, rate: float) -> list[dict[str, Any]]:
+def bench(shape: Shape, rate: float, only: str = "") -> list[dict[str, Any]]:
+    """Rows of the operations whose name contains ``only``."""
     t, h, k, e = shape.tokens, shape.hidden, shape.top_k, shape.experts
     groups = h // 16
     scales = statistics.mean(shape.scale_rows) * groups  # padding rows are written too
@@ -117,6 +121,8 @@ def bench(shape: Shape, rate: float) -> list[dict[str, Any]]:
     plans = shape.plans
 
     def add(name: str, operations: list[Op], size: float) -> None:
+        if only not in name:
+            return
         row = shape.row(name, time_us(operations), size, rate)
         rows.append({**row, "host_us": host_us(operations[0])})
 
@@ -155,7 +161,24 @@ def bench(shape: Shape, rate: float) -> list[dict[str, Any]]:
         ],
         t * h // 2 + t * k * h // 2 + t * groups + scales + t * k * 12,
     )
+    rows += bench_hidden(shape, rate) if only in "quantize_hidden" else []
     return rows
+
+
+def bench_hidden(shape: Shape, rate: float) -> list[dict[str, Any]]:
+    """Accumulators of gate and up (R, 2I) fp32 -> codes, scales and one outer scale per row of h,
+    with I = `INTER`."""
+    routed, e = shape.tokens * shape.top_k, shape.experts
+    sets = max(2, min(8, ROTATE_BYTES // (routed * INTER * 8)))
+    scales = HiddenScales(torch.full((e, 2), 1e-3, device="cuda"), torch.ones(shape.tokens).cuda())
+    size = routed * (INTER * 8 + INTER / 2 + INTER / 16 + 8)
+    accumulators = [torch.randn(routed, 2 * INTER, device="cuda") for _ in range(sets)]
+    calls = [
+        lambda a=a, p=p: ops.quantize_hidden(a, p[0], SwiGLU(limit=10.0), scales, p[1])
+        for a, p in zip(accumulators, shape.plans * 8)
+    ]
+    row = shape.row(f"quantize_hidden I={INTER}", time_us(calls), size, rate)
+    return [{**row, "host_us": host_us(calls[0])}]
 
 
 def variants(shape: Shape, rate: float) -> list[dict[str, Any]]:
@@ -220,6 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the rows here")
     parser.add_argument("--variants", action="store_true", help="also the parts and their variants")
+    parser.add_argument("--only", default="", help="operations whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 64, 512, 2048, 8192])
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
@@ -234,7 +258,7 @@ def main() -> None:
     rows = []
     for tokens in args.tokens:
         shape = Shape(tokens, args.hidden, args.experts, args.top_k)
-        for row in bench(shape, rate) + (variants(shape, rate) if args.variants else []):
+        for row in bench(shape, rate, args.only) + (variants(shape, rate) if args.variants else []):
             rows.append(row)
             sys.stdout.write(
                 f"{row['op']:34s} {row['tokens']:6d} {row['us']:9.2f} {row['bytes'] / 1e6:9.2f} "

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from cute_kernels import compile as compiler
-from cute_kernels import nvfp4, ops, torch_ops
+from cute_kernels import nvfp4, ops, torch_gemm, torch_ops
+from cute_kernels.activations import GeGLU, ReLU2, SwiGLU, SwiGLUOAI
+from tests.hidden import (
+    Bilinear,
+    Cubed,
+    HiddenCase,
+    assert_hidden,
+    kernel_h,
+    poisoned_hidden,
+    quantized,
+)
 from tests.small_kernels import (
     Case,
     assert_quantized,
@@ -213,6 +223,39 @@ def test_permute_quantized_rows(hidden: int, routing: str) -> None:
     )
     assert (got[0][real:] == 255).all(), "rows past the last expert were written"
     assert_quantized(whole, want, offsets)
+
+
+HIDDEN = [
+    HiddenCase((3, 0, 130, 1), 352, SwiGLU(10.0), biased=True),
+    HiddenCase((200, 5, 0, 41), 2880, SwiGLUOAI(), biased=True),
+    HiddenCase((2, 5), 96, SwiGLU(), indexed=False, given=True),
+    HiddenCase((5,), 16, GeGLU(), indexed=False, spare=0),
+    HiddenCase((7,) * 300, 2048, SwiGLU(10.0), spare=77),
+    HiddenCase((0, 0, 2, 300), 1856, ReLU2()),
+    HiddenCase((1,) * 40, 64, Bilinear(), given=True),
+    HiddenCase((20,), 14336, SwiGLU(), special=False),
+    HiddenCase((100,), 704, Cubed(), biased=True),
+]
+
+
+@pytest.mark.parametrize("case", HIDDEN, ids=str)
+def test_quantize_hidden(case: HiddenCase) -> None:
+    """Bytes equal those of the kernel's own h, and h that of torch within the error of the
+    device's exp and division."""
+    arguments, on_cpu = case.arguments(CUDA), case.arguments()
+    got, h = poisoned_hidden(arguments), kernel_h(case, arguments)
+    assert_hidden(got, quantized(h, arguments), arguments["expert_offsets"])
+    row_gx = on_cpu["scales"].gx
+    if case.indexed:
+        row_gx = row_gx[on_cpu["row_token"].clamp(min=0).long()]
+    alpha, bias = on_cpu["scales"].alpha, on_cpu["bias"]
+    offsets, used = on_cpu["expert_offsets"], sum(case.counts)
+    want = torch_gemm.hidden(on_cpu["acc"], offsets, (alpha, row_gx), bias, case.activation)
+    h, want = h[:used].cpu(), want[:used]
+    if isinstance(case.activation, Bilinear | Cubed | ReLU2):
+        assert_same(h, want, "h")
+    tanh = 2e-3 if isinstance(case.activation, GeGLU) else 0.0  # tanh.approx: 2^-11 relative
+    assert torch.allclose(h, want, rtol=2e-5, atol=1e-30 + tanh * 50, equal_nan=True)
 
 
 @pytest.mark.parametrize("tokens", [0])

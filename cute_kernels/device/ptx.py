@@ -162,6 +162,15 @@ def redux_max_u32(value: Uint32) -> Uint32:
     )
 
 
+def redux_add_i32(value: Int32) -> Int32:
+    """Sum over the warp; all 32 lanes must be here."""
+    return inline_ptx(
+        f"redux.sync.add.s32 {{$w0}}, {{$r0}}, 0x{FULL_MASK:x};",
+        write_only_types=[Int32],
+        read_only_args=[value],
+    )
+
+
 def half_to_f32(word: Uint32, upper: bool) -> Float32:
     """fp16 in the lower or upper half of ``word`` -> fp32 (exact)."""
     lanes = "mov.b32 {_, h}, {$r0};" if upper else "mov.b32 {h, _}, {$r0};"

@@ -120,7 +120,9 @@ class QuantizeRows:
         if cutlass.const_expr(self.given):
             g = ptx.load_f32(outer.toint() + Int64(row) * outer_stride * 4)
         else:
-            g = self.row_amax(amaxes, tid).bitcast(Float32) / Float32(E2M1_UE4M3_MAX)
+            g = cta_max(tree(cutlass.max, amaxes), self.threads, tid).bitcast(Float32) / Float32(
+                E2M1_UE4M3_MAX
+            )
         g = cute.arch.fmax(g, Float32(GLOBAL_MIN), nan=True)
         c = Float32(1.0) / ptx.mul(g, Float32(6.0))
         if tid == 0:
@@ -178,20 +180,6 @@ class QuantizeRows:
         low = ptx.half_to_f32(pair, False).bitcast(Uint32)
         return cutlass.max(low, ptx.half_to_f32(pair, True).bitcast(Uint32))
 
-    @cute.jit
-    def row_amax(self, amaxes, tid):
-        """Bits of the row's largest magnitude, in every thread."""
-        total = ptx.redux_max_u32(tree(cutlass.max, amaxes))
-        warps = self.threads // WARP
-        if cutlass.const_expr(warps > 1):
-            shared = cute.arch.alloc_smem(Uint32, warps, alignment=16)
-            sMax = cute.make_tensor(shared, cute.make_layout(warps))
-            if tid % WARP == 0:
-                sMax[tid // WARP] = total
-            cute.arch.sync_threads()
-            total = tree(cutlass.max, [sMax[w] for w in range(warps)])
-        return total
-
     def encode_block(self, words, amax_bits, g, c, factor):
         """(scale byte, two words of codes) of a block."""
         amax = amax_bits.bitcast(Float32)
@@ -214,6 +202,25 @@ def tree(operation, values):
         pairs = [operation(a, b) for a, b in zip(values[::2], values[1::2])]
         values = pairs + values[len(pairs) * 2 :]
     return values[0]
+
+
+@cute.jit
+def cta_max(value, threads: cutlass.Constexpr, tid):
+    """Maximum of a Uint32 over the CTA, in every thread; all its warps are whole and here."""
+    total = ptx.redux_max_u32(value)
+    warps = threads // WARP
+    if cutlass.const_expr(warps > 1):
+        words = -(-warps // 4) * 4  # read 16 bytes at a time: the last ones are written too
+        sMax = cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, words, alignment=16), cute.make_layout(words)
+        )
+        if tid % WARP == 0:
+            sMax[tid // WARP] = total
+        if tid < words - warps:
+            sMax[warps + tid] = Uint32(0)
+        cute.arch.sync_threads()
+        total = tree(cutlass.max, [sMax[w] for w in range(words)])
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
