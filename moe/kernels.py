@@ -20,7 +20,7 @@ from cute_kernels.gemm_ops import (
 )
 from cute_kernels.nvfp4 import Nvfp4Tensor
 from moe.config import MoEConfig
-from moe.experts import Numerics, hidden_rows, row_expert
+from moe.experts import Numerics
 from moe.plan import RoutingPlan
 from moe.ranges import stage
 from moe.reference import Tokens, input_scale, output_dtype
@@ -112,14 +112,13 @@ def _dynamic(
     with stage("moe.l1"):
         one = torch.ones_like(weights.g2)
         acc = grouped_gemm(rows, w13, offsets, one, out_dtype=torch.float32)
-        if rows.row_token is not None:  # one gx per token
-            gx = gx[plan.row_token.clamp(min=0).long()]
-        h = hidden_rows(acc, gx, row_expert(plan), cfg, weights)
     with stage("moe.quantize"):
-        data, scale, gh = ops.quantize_rows(h, offsets)
+        scales = HiddenScales(weights.g13, gx)
+        h, gh = ops.quantize_hidden(
+            acc, offsets, cfg.activation, scales, rows.row_token, weights.b13
+        )
     with stage("moe.l2"):
-        hq = Rows(data, scale)
-        return grouped_gemm(hq, w2, offsets, weights.g2, row_scale=gh, bias=weights.b2)
+        return grouped_gemm(h, w2, offsets, weights.g2, row_scale=gh, bias=weights.b2)
 
 
 def _weights(weights: ExpertWeights) -> tuple[Weights, Weights]:

@@ -72,7 +72,7 @@ def test_kernels_give_the_reference(shape: Shape, static: bool) -> None:
     x, ids, mix = routed(cfg, 11)
     y = layer.experts(x, ids, mix)
     want = reference.experts(x, ids, mix, cfg, weights).y
-    if static:
+    if static or shape.activation.gated:
         # the device's exp and division may differ from torch's in the last bit and flip a code
         error = (y.float() - want.float()).norm() / want.float().norm()
         assert error < 2e-3, f"{error:.2e}"
