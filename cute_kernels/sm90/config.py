@@ -90,13 +90,13 @@ class Sm90Config:
         consumer registers must not exceed what 384 threads get at launch (168 each, or 80 with two
         CTAs per SM)."""
         if self.ctas_per_sm == 1:
-            return 40
+            return 56  # GatheredRows keeps the tokens of its rows
         return 32
 
     @property
     def consumer_registers(self) -> int:
         if self.ctas_per_sm == 1:
-            return 232
+            return 224
         return 104
 
     @property
@@ -122,8 +122,12 @@ def chunk_steps(k: int, config: Sm90Config) -> int:
     return -(-steps // chunks)
 
 
-def choose_config(num_rows: int, num_experts: int) -> Sm90Config:
-    """From shapes alone: few rows per expert stream weights, many feed the tensor cores."""
-    if 2 * num_rows <= num_experts:
+def choose_config(num_rows: int, num_experts: int, batch_invariant: bool = False) -> Sm90Config:
+    """From shapes alone: few rows per expert stream weights, many feed the tensor cores.
+
+    MIDDLE and PREFILL add all of K into one accumulator in the same order, so their bits are equal;
+    DECODE adds sums of chunks. ``batch_invariant`` leaves DECODE out.
+    """
+    if 2 * num_rows <= num_experts and not batch_invariant:
         return DECODE
     return MIDDLE if num_rows <= 40 * num_experts else PREFILL

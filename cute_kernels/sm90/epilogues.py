@@ -17,18 +17,20 @@ from cutlass import Float32, Int32, Int64
 from cute_kernels.activations import Activation
 from cute_kernels.compile import Ptr
 from cute_kernels.device.math import DEVICE_MATH
-from cute_kernels.device.ptx import add, load_f32, mul
+from cute_kernels.device.ptx import add, load_f32, load_i32, mul
 
 
 class EpilogueArgs(NamedTuple):
     """alpha      float32 (E, 2), see `weights.Sm90Weight`
-    row_scale  float32 (rows,) or None: multiplies every row of the output (outer scale of quantised
-               activations)
+    row_scale  float32 (rows of x,) or None: multiplies every row of the output (outer scale of
+               quantised activations)
+    row_token  int32 (routed rows,) or None: row of x of each routed row
     bias       float32 (E, weight rows) in packed row order or None
     """
 
     alpha: Any
     row_scale: Any
+    row_token: Any
     bias: Any
 
 
@@ -39,18 +41,30 @@ class Context(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StoreRows:
-    """out[row, feature] = acc * (row_scale * alpha) + bias."""
+    """out[row, feature] = acc * (row_scale * alpha) + bias, stored as ``dtype``.
+
+    indexed  row_scale belongs to rows of x: routed rows find theirs through row_token
+    """
 
     row_scale: bool = False
     bias: bool = False
+    indexed: bool = False
+    dtype: str = "BFloat16"  # or "Float32"
     values_per_pair = 2
-    name = "store"
+    kind = "store"
+
+    @property
+    def name(self) -> str:
+        return self.kind + ("_f32" if self.dtype == "Float32" else "")
 
     @property
     def arguments(self) -> EpilogueArgs:
         f32 = Ptr("Float32", 4)
         return EpilogueArgs(
-            Ptr("Float32", 8), f32 if self.row_scale else None, f32 if self.bias else None
+            Ptr("Float32", 8),
+            f32 if self.row_scale else None,
+            Ptr("Int32", 4) if self.row_scale and self.indexed else None,
+            f32 if self.bias else None,
         )
 
     def begin(self, args: EpilogueArgs, expert: Int32, row: Int32, num_rows: Int32) -> Context:
@@ -66,6 +80,8 @@ class StoreRows:
     ):
         a, b = context.alpha
         if self.row_scale:
+            if self.indexed:
+                token_row = load_i32(args.row_token.toint() + Int64(token_row) * 4)
             g = load_f32(args.row_scale.toint() + Int64(token_row) * 4)
             a, b = mul(g, a), mul(g, b)
         low, high = mul(low, a), mul(high, b)
@@ -81,7 +97,7 @@ class StoreRows:
 
 @dataclasses.dataclass(frozen=True)
 class Activate(StoreRows):
-    """h = activation(gate, up) of gated weights, or activation(x) of both rows; stored as bf16."""
+    """h = activation(gate, up) of gated weights, or activation(x) of both rows."""
 
     activation: Activation = None  # type: ignore[assignment]
 
@@ -90,7 +106,7 @@ class Activate(StoreRows):
         return 1 if self.activation.gated else 2
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def kind(self) -> str:  # type: ignore[override]
         return type(self.activation).__name__.lower()
 
     def pair(

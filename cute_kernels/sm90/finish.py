@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device.ptx import (
+    allow_next_kernel,
     pack_bf16x2,
     store_f32,
     store_u32x2,
@@ -27,6 +28,8 @@ BARRIER = 1  # named barriers 1, 2: one per warpgroup of consumers
 
 def make_finish(gemm: Any) -> Any:
     kind = SplitFinish if gemm.config.split_k else DirectFinish
+    if kind is DirectFinish and gemm.epilogue.dtype == "Float32":
+        kind = WideFinish
     return kind(gemm.epilogue, gemm.config)
 
 
@@ -93,6 +96,8 @@ class DirectFinish:
         lane, warp = cute.arch.lane_idx(), thread // 32
         both = self.epilogue.values_per_pair == 2
         for t16 in cutlass.range_constexpr(0, count, 16):
+            if cutlass.const_expr(self.epilogue.row_scale):
+                cute.arch.sync_warp()  # keeps ptxas from loading the scales of all tokens at once
             # a matrix each: packed rows 0-7 and 8-15 (or one activated) of 8 tokens, and again
             words = []
             for t8 in cutlass.range_constexpr(min(2, (count - t16) // 8)):
@@ -144,6 +149,49 @@ class DirectFinish:
                     read_only_args=[buffer + token * (chunks * 16) + swizzled * 16],
                 )
                 store_u32x4(out + Int64(token) * features * 2, words)
+
+
+@dataclasses.dataclass(frozen=True)
+class WideFinish:
+    """Registers -> fp32 global memory: 8 lanes of a warp write 32 bytes of a row at a time."""
+
+    epilogue: StoreRows
+    config: Sm90Config
+
+    @cute.jit
+    def __call__(
+        self,
+        n: cutlass.Constexpr,
+        accs: Any,
+        tidx: Int32,
+        args: Any,
+        epilogue_args: Any,
+        geometry: Any,
+        tile: Any,
+        staging: Any,
+    ):
+        lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
+        features = args.weight_rows // (2 // per_pair)
+        for m in cutlass.range_constexpr(self.config.row_tiles):
+            group = (tile.m * self.config.row_tiles + m) * 8 + tidx // 32 % 4 + tidx // 128 * 4
+            row = group * 16 + lane // 4  # packed weight row
+            context = self.epilogue.begin(
+                epilogue_args,
+                tile.expert,
+                cutlass.min(row, args.weight_rows - 9),
+                args.weight_rows,
+            )
+            column = row if per_pair == 2 else group * 8 + lane // 4
+            out = args.out.toint() + (Int64(tile.row0) * features + column) * 4
+            for v in cutlass.range_constexpr(0, n // 2):
+                if cutlass.const_expr(v % 4 < 2):
+                    token = v // 4 * 8 + lane % 4 * 2 + v % 2
+                    if token < tile.n and row < args.weight_rows:
+                        values = self.epilogue.pair(
+                            epilogue_args, context, tile.row0 + token, accs[m][v], accs[m][v + 2]
+                        )
+                        for i in cutlass.range_constexpr(per_pair):
+                            store_f32(out + Int64(token) * features * 4 + 32 * i, values[i])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +261,7 @@ class Combine:
         group = column * COMBINE_THREADS + tidx
         row = group // 2 * 16 + group % 2 * 4
         wait_for_previous_kernel()
+        allow_next_kernel()
         if row < args.weight_rows and expert < args.num_experts:
             self._sum(args, epilogue_args, expert, token, row)
 
@@ -241,11 +290,15 @@ class Combine:
             context = self.epilogue.begin(epilogue_args, expert, row + i, args.weight_rows)
             outs.append(self.epilogue.pair(epilogue_args, context, token, sums[i], sums[4 + i]))
         per_pair = self.epilogue.values_per_pair
-        out = args.out.toint() + Int64(token) * (args.weight_rows // (2 // per_pair)) * 2
+        size = 4 if self.epilogue.dtype == "Float32" else 2
+        out = args.out.toint() + Int64(token) * (args.weight_rows // (2 // per_pair)) * size
         for j in cutlass.range_constexpr(per_pair):
             column = row + 8 * j if per_pair == 2 else row // 16 * 8 + row % 16
-            words = [pack_bf16x2(outs[i][j], outs[i + 1][j]) for i in (0, 2)]
-            store_u32x2(out + column * 2, words)
+            if cutlass.const_expr(size == 4):
+                store_u32x4(out + column * 4, [outs[i][j].bitcast(Uint32) for i in range(4)])
+            else:
+                words = [pack_bf16x2(outs[i][j], outs[i + 1][j]) for i in (0, 2)]
+                store_u32x2(out + column * 2, words)
 
 
 def padded_rows(args: Any) -> Int32:

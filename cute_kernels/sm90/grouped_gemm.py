@@ -15,21 +15,21 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_kernels.compile import Ptr
-from cute_kernels.device.ptx import allow_next_kernel
+from cute_kernels.device.ptx import allow_next_kernel, wait_for_previous_kernel
 from cute_kernels.sm90 import layout
 from cute_kernels.sm90.config import CONSUMER_WARPS, Sm90Config
 from cute_kernels.sm90.dequant import decode_step
 from cute_kernels.sm90.epilogues import StoreRows
 from cute_kernels.sm90.finish import Combine, make_finish, num_chunks
-from cute_kernels.sm90.scheduler import TILE_WORDS, Tile, TokenSplit
+from cute_kernels.sm90.loads import ContiguousRows, GatheredRows
+from cute_kernels.sm90.scheduler import TILE_WORDS, Tile, TokenSplit, load_tile
 
 PRODUCER_WARP = CONSUMER_WARPS
-THREADS = 32 * (
-    CONSUMER_WARPS + 4
-)  # a whole warpgroup gives its registers away; one of its warps works
+# a whole warpgroup gives its registers away; one of its warps works, or all four (GatheredRows)
+THREADS = 32 * (CONSUMER_WARPS + 4)
 TILE_SLOTS = 4  # tiles announced ahead
 WORDS = layout.BLOCK_BYTES // 4
 
@@ -37,15 +37,19 @@ WORDS = layout.BLOCK_BYTES // 4
 class Args(NamedTuple):
     """Run-time arguments, all addresses and sizes.
 
-    blob     uint8, `weights.Sm90Weight.blob`         x        bf16 (num_rows, k)
-    out      bf16 (num_rows, out_features)            offsets  int32 (num_experts + 1,)
-    counters int32 (2,), zeros before the first launch; every launch leaves zeros: next unit, CTAs
-    done
-    partial  fp32 (chunks, num_rows, padded weight rows), only with split_k
+    blob       uint8, `weights.Sm90Weight.blob`
+    x          bf16 (num_rows, k), or (tokens, k) with row_token
+    row_token  int32 (num_rows,) or None: row of x of each routed row
+    out        bf16 or fp32 (num_rows, out_features)
+    offsets    int32 (num_experts + 1,)
+    counters   int32 (2,), zeros before the first launch; every launch leaves zeros: next unit, CTAs
+               done
+    partial    fp32 (chunks, num_rows, padded weight rows), only with split_k
     """
 
     blob: Any
     x: Any
+    row_token: Any
     out: Any
     offsets: Any
     counters: Any
@@ -88,19 +92,10 @@ def opaque(value: Int32) -> Int32:
     )
 
 
-def load_tile(shared: Any, slot: Int32) -> Tile:
-    words = cute.arch.inline_ptx(
-        "ld.volatile.shared.v4.s32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-        " ld.volatile.shared.v2.s32 {{$w4}, {$w5}}, [{$r0} + 16];",
-        write_only_types=[Int32] * 6,
-        read_only_args=[Int32(shared.tiles.iterator.toint()) + slot * (4 * TILE_WORDS)],
-    )
-    return Tile(*[cute.arch.make_warp_uniform(w) for w in words])
-
-
 @dataclasses.dataclass(frozen=True)
 class Sm90GroupedGemm:
-    """Persistent, warp-specialised: 8 consumer warps (two warpgroups), 1 producer warp.
+    """Persistent, warp-specialised: 8 consumer warps (two warpgroups), 1 producer warp, and the
+    warps that the load adds.
 
     CTA tile        128 * row_tiles weight rows x up to max_tokens routed rows; warpgroup w has the
                     w-th m64 of every 128 rows. N of the wgmma is the smallest of token_sizes that
@@ -108,8 +103,9 @@ class Sm90GroupedGemm:
     Stage           row_tiles x stage_k64 x 4608 bytes of weights (one bulk copy per row tile) and
                     max_tokens x 64 bf16 per k64 (TMA boxes of box_rows rows; only those that hold
                     real rows are loaded)
-    Pipelines       ab_full[stage]: 1 arrival (producer, with the bytes); ab_empty[stage]: 8 (one
-                    per consumer warp); tile_full[slot]: 1 (producer); tile_empty[slot]: 8
+    Pipelines       ab_full[stage]: 1 arrival (producer, with the bytes) and those of the load's
+                    warps; ab_empty[stage]: 8 (one per consumer warp); tile_full[slot]: 1
+                    (producer); tile_empty[slot]: 8 and one per warp of the load
     Main loop       per block of 64 x 64: start its wgmma, wait until those of the block before are
                     done, load 16 + 8 bytes of the next block and decode them into the fragment that
                     is free now. A stage is released as soon as its last block is known to be done.
@@ -117,12 +113,15 @@ class Sm90GroupedGemm:
     Limits          K a multiple of 16, output features a multiple of 8, sm_90a.
     """
 
+    load: ContiguousRows | GatheredRows
     epilogue: StoreRows
     config: Sm90Config
+    tile_slots = TILE_SLOTS
+    release_lanes = 1  # of a warp, see _release
 
     @property
     def name(self) -> str:
-        return f"sm90_w4a16_{self.config.name}_{self.epilogue.name}"
+        return f"sm90_w4a16_{self.config.name}_{self.load.name}{self.epilogue.name}"
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -130,7 +129,8 @@ class Sm90GroupedGemm:
         args = Args(
             Ptr("Uint8", 128),
             Ptr("BFloat16", 16),
-            Ptr("BFloat16", 16),
+            self.load.row_token,
+            Ptr(self.epilogue.dtype, 16),
             Ptr("Int32", 4),
             Ptr("Int32", 4),
             Ptr("Float32", 16),
@@ -149,27 +149,22 @@ class Sm90GroupedGemm:
 
     @cute.jit
     def __call__(self, args: Any, epilogue_args: Any, stream: Any):
-        k = cute.assume(args.k, divby=8)
-        mX = cute.make_tensor(args.x, cute.make_layout((args.num_rows, k), stride=(k, 1)))
-        rows_layout = self._rows_layout()
-        tma, tX = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            mX,
-            cute.slice_(rows_layout, (None, None, 0)),
-            (self.config.box_rows, layout.BLOCK_K),
-        )
+        tma, tX = None, None
+        if cutlass.const_expr(self.load.warps == 0):
+            tma, tX = self.load.make_tma(self, args)
         self.kernel.set_name_prefix(self.name)
         self.kernel(tma, tX, args, epilogue_args).launch(
             grid=[args.ctas, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=self.config.ctas_per_sm,
             preferred_smem_carveout=100,
+            use_pdl=True,
             stream=stream,
         )
         if cutlass.const_expr(self.config.split_k):
             Combine(self.epilogue).launch(args, epilogue_args, self.name + "_combine", stream)
 
-    def _rows_layout(self) -> cute.ComposedLayout:
+    def rows_layout(self) -> cute.ComposedLayout:
         """(box_rows, 64, boxes of all stages); a box is box_rows x 128 bytes, 128-byte swizzle."""
         c = self.config
         boxes = c.num_stages * c.stage_k64 * (c.max_tokens // c.box_rows)
@@ -184,18 +179,23 @@ class Sm90GroupedGemm:
         if warp == 0:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.config.num_stages):
-                    cute.arch.mbarrier_init(shared.ab_full + s, 1)
-                    cute.arch.mbarrier_init(shared.ab_empty + s, CONSUMER_WARPS)
+                    cute.arch.mbarrier_init(shared.ab_full + s, 1 + self.load.arrivals)
+                    cute.arch.mbarrier_init(
+                        shared.ab_empty + s, CONSUMER_WARPS * self.release_lanes
+                    )
                 for s in cutlass.range_constexpr(TILE_SLOTS):
                     cute.arch.mbarrier_init(shared.tile_full + s, 1)
-                    cute.arch.mbarrier_init(shared.tile_empty + s, CONSUMER_WARPS)
+                    cute.arch.mbarrier_init(shared.tile_empty + s, CONSUMER_WARPS + self.load.warps)
                 cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_previous_kernel()
         geometry = self._geometry(args)
         if warp >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == PRODUCER_WARP:
                 self.produce(tma, tX, args, geometry, shared)
+            elif warp <= PRODUCER_WARP + self.load.warps:
+                self.load.run(self, args, geometry, shared)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(tidx, args, epilogue_args, geometry, shared)
@@ -203,7 +203,7 @@ class Sm90GroupedGemm:
     def _allocate(self) -> Shared:
         c = self.config
         smem = cutlass.memory.SmemAllocator()
-        rows_layout = self._rows_layout()
+        rows_layout = self.rows_layout()
         rows = smem.allocate_tensor(BFloat16, rows_layout.outer, 1024, rows_layout.inner)
         blocks = c.num_stages * c.weight_stage_bytes // layout.BLOCK_BYTES
         weights = smem.allocate_tensor(Uint32, cute.make_layout(blocks * WORDS), 128)
@@ -234,12 +234,15 @@ class Sm90GroupedGemm:
         chunks = num_chunks(args) if cutlass.const_expr(self.config.split_k) else Int32(1)
         return Geometry(k64, tiles128, row_tiles, chunks)
 
+    def first_step(self, args: Any, chunk: Int32) -> Int32:
+        return chunk * args.chunk_steps if self.config.split_k else Int32(0)
+
     @cute.jit
     def _steps(self, args: Any, geometry: Any, chunk: Int32):
         """First k128 step of a chunk, and how many."""
         first, count = Int32(0), geometry.k64 // 2
         if cutlass.const_expr(self.config.split_k):
-            first = chunk * args.chunk_steps
+            first = self.first_step(args, chunk)
             count = cutlass.min(args.chunk_steps, count - first)
         return first, count
 
@@ -275,10 +278,9 @@ class Sm90GroupedGemm:
                     following = args.ctas + cute.arch.atomic_add(
                         args.counters.llvm_ptr, Int32(1), sem="relaxed", scope="gpu"
                     )
-                stage, phase = self.load(tma, tX, args, geometry, shared, tile, stage, phase)
+                stage, phase = self.load_stages(tma, tX, args, geometry, shared, tile, stage, phase)
                 unit = cute.arch.shuffle_sync(following, 0)
-        if cutlass.const_expr(self.config.split_k):
-            allow_next_kernel()
+        allow_next_kernel()
         if lane == 0:  # the last CTA to stop leaves the counters as it found them
             done = cute.arch.atomic_add(
                 (args.counters + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"
@@ -288,7 +290,7 @@ class Sm90GroupedGemm:
                 args.counters[1] = Int32(0)
 
     @cute.jit
-    def load(
+    def load_stages(
         self,
         tma: cute.CopyAtom,
         tX: cute.Tensor,
@@ -300,18 +302,6 @@ class Sm90GroupedGemm:
         phase: Int32,
     ):
         c = self.config
-        per_slab = c.max_tokens // c.box_rows
-        gX = cute.local_tile(
-            cute.domain_offset((tile.row0, 0), tX), (c.box_rows, layout.BLOCK_K), (None, None)
-        )
-        sX, gX = cpasync.tma_partition(
-            tma,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(shared.rows, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        boxes = (tile.n + (c.box_rows - 1)) // c.box_rows
         run = c.stage_k64 * 2 * layout.BLOCK_BYTES  # bytes of a 128-row tile in a stage
         tile_bytes = Int64(geometry.k64) * (2 * layout.BLOCK_BYTES)
         first, steps = self._steps(args, geometry, tile.chunk)
@@ -320,7 +310,8 @@ class Sm90GroupedGemm:
             tile.m * c.row_tiles + 1, geometry.tiles128 - 1
         )  # past the end: any rows will do
         sources = [source + tile.m * c.row_tiles * tile_bytes, source + second * tile_bytes]
-        expected = boxes * (c.box_rows * 128 * c.stage_k64) + c.row_tiles * run
+        expected = self.load.stage_bytes(self, tile) + c.row_tiles * run
+        copy = self.load.copy_fn(self, tma, tX, shared, tile)
         weights = Int32(shared.codes.iterator.toint())
         for k64 in cutlass.range(first * 2, (first + steps) * 2, c.stage_k64, unroll=1):
             full = shared.ab_full + stage
@@ -337,14 +328,7 @@ class Sm90GroupedGemm:
                             Int32(full.toint()),
                         ],
                     )
-            for s in cutlass.range_constexpr(c.stage_k64):
-                for b in cutlass.range(boxes, unroll=1):
-                    cute.copy(
-                        tma,
-                        gX[None, b, k64 + s],
-                        sX[None, (stage * c.stage_k64 + s) * per_slab + b],
-                        tma_bar_ptr=full,
-                    )
+            copy(k64, stage, full)
             stage += 1
             if stage == c.num_stages:
                 stage = Int32(0)
@@ -445,8 +429,10 @@ class Sm90GroupedGemm:
         codes, scales = shared.codes[None, thread, None], shared.scales[None, thread // 4, None]
         per_stage = c.row_tiles * c.stage_k64
         blocks = 2 * c.row_tiles  # of one step of 128 k
-        cute.arch.mbarrier_wait(shared.ab_full + stage, phase)
-        word, scale = self._load(0, stage, half, codes, scales)
+        self._wait_full(shared, stage, phase)
+        word = cute.make_rmem_tensor((4,), Uint32)
+        scale = cute.make_rmem_tensor((2,), Uint32)
+        self._load(0, stage, half, codes, scales, word, scale)
         for k16 in cutlass.range_constexpr(4):
             self._decode(k16, word, scale, exponent, fragments[0])
         for step in cutlass.range(steps, unroll=1):
@@ -459,17 +445,17 @@ class Sm90GroupedGemm:
                 )  # block q - 1 is done: its fragment is free, and its stage when it was the last
                 if cutlass.const_expr(q > 0 and q % per_stage == 0):
                     self._release(stage, shared)
-                source = stage
                 if cutlass.const_expr((q + 1) % per_stage == 0):
                     stage += 1
                     if stage == c.num_stages:
                         stage = Int32(0)
                         phase ^= 1
-                    if q + 1 < blocks or step + 1 < steps:
-                        cute.arch.mbarrier_wait(shared.ab_full + stage, phase)
-                        source = stage
-                # after the last step this decodes, for nobody, from the stage that is still held
-                word, scale = self._load((q + 1) % blocks, source, half, codes, scales)
+                # After the last block nothing is loaded: its stage is released below, perhaps
+                # before a load that nobody waits for has read it. The old words are decoded again.
+                if q + 1 < blocks or step + 1 < steps:
+                    if cutlass.const_expr((q + 1) % per_stage == 0):
+                        self._wait_full(shared, stage, phase)
+                    self._load((q + 1) % blocks, stage, half, codes, scales, word, scale)
                 for k16 in cutlass.range_constexpr(4):
                     if cutlass.const_expr(k16 >= c.burst):
                         self._multiply((k16,), mma, acc, fragment, tB, slab)
@@ -479,6 +465,13 @@ class Sm90GroupedGemm:
             warpgroup.wait_group(0)
             self._release(stage, shared)
         return accs, stage, phase
+
+    @cute.jit
+    def _wait_full(self, shared: Any, stage: Int32, phase: Int32):
+        cute.arch.mbarrier_wait(shared.ab_full + stage, phase)
+        if cutlass.const_expr(self.load.arrivals > 0):
+            # rows came through the generic proxy, wgmma reads through the async one
+            cute.arch.fence_view_async_shared()
 
     @cute.jit
     def _multiply(
@@ -492,16 +485,22 @@ class Sm90GroupedGemm:
         warpgroup.commit_group()
 
     @cute.jit
-    def _load(self, q: cutlass.Constexpr, stage: Int32, half: Int32, codes: Any, scales: Any):
+    def _load(
+        self,
+        q: cutlass.Constexpr,
+        stage: Int32,
+        half: Int32,
+        codes: Any,
+        scales: Any,
+        word: Any,
+        scale: Any,
+    ):
         """Codes (4 words) and scales (2 words) of block q of a step, which lies in ``stage``."""
         c = self.config
         k64, row_tile = divmod(q, c.row_tiles)
         block = ((stage * c.row_tiles + row_tile) * c.stage_k64 + k64 % c.stage_k64) * 2 + half
-        word = cute.make_rmem_tensor((4,), Uint32)
-        scale = cute.make_rmem_tensor((2,), Uint32)
         cute.autovec_copy(codes[None, block], word)
         cute.autovec_copy(scales[None, block], scale)
-        return word, scale
 
     @cute.jit
     def _decode(

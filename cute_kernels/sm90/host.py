@@ -4,18 +4,21 @@ launch."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels import compile as compiler
 from cute_kernels.activations import Activation
-from cute_kernels.nvfp4 import check_expert_offsets
+from cute_kernels.nvfp4 import BLOCK, check_expert_offsets
 from cute_kernels.sm90 import layout
 from cute_kernels.sm90.config import Sm90Config, choose_config, chunk_steps
 from cute_kernels.sm90.weights import Sm90Weight
 
 ARCH = "sm_90a"
+_DTYPES = {torch.bfloat16: "BFloat16", torch.float32: "Float32"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,32 +55,41 @@ def sm90_grouped_gemm(
     weight: Sm90Weight,
     expert_offsets: Tensor,
     *,
+    row_token: Tensor | None = None,
     activation: Activation | None = None,
     row_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
     config: Sm90Config | None = None,
     scratch: Sm90Scratch | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out[r] = epilogue(x[r] @ decode(weight[expert of r])^T), bf16.
+    """out[r] = epilogue(x[r] @ decode(weight[expert of r])^T) for R routed rows, expert-major.
 
-    x               bf16 (num_rows, K), contiguous, rows expert-major
-    expert_offsets  int32 (E + 1,): rows of expert e are expert_offsets[e] : expert_offsets[e + 1];
-                    rows past the last are not written
-    activation      None: out (num_rows, rows) = acc * alpha. Gated: out (num_rows, rows / 2) =
-                    act(gate, up); not gated: out (num_rows, rows) = act(acc * alpha)
-    row_scale       float32 (num_rows,): multiplies alpha (outer scale of quantised activations)
-    bias            float32 (E, rows) in packed row order (`weights.row_order`): added after alpha
-    config          None: chosen from num_rows; results of two configs differ in the last bits, see
-                    README.md
-    scratch         None: allocated here
+    x                bf16 (R, K), contiguous; with row_token (tokens, K)
+    expert_offsets   int32 (E + 1,): rows of expert e are expert_offsets[e] : expert_offsets[e + 1];
+                     rows past the last are not written
+    row_token        int32 (R,): routed row r reads x[row_token[r]]; entries past the last expert
+                     are not read
+    activation       None: out (R, rows) = acc * alpha. Gated: out (R, rows / 2) = act(gate, up);
+                     not gated: out (R, rows) = act(acc * alpha)
+    row_scale        float32, one per row of x: multiplies alpha (outer scale of quantised
+                     activations)
+    bias             float32 (E, rows) in packed row order (`weights.row_order`): added after alpha
+    out_dtype        bfloat16 or float32
+    batch_invariant  choose among configurations that give the same bits (not with ``config``)
+    config           None: chosen from R; bits of DECODE differ from those of the others, see
+                     README.md
+    scratch          None: allocated here
 
     Nothing is read back from the device. Raises ValueError for shapes, dtypes or devices that
     disagree.
     """
-    num_rows, features = _check(x, weight, expert_offsets, activation, row_scale, bias)
+    epilogue = _Epilogue(activation, row_scale, bias, out_dtype)
+    num_rows, features = _check(x, weight, expert_offsets, row_token, epilogue)
     if config is None:
-        config = choose_config(num_rows, weight.num_experts)
+        config = choose_config(num_rows, weight.num_experts, batch_invariant)
     counters, partial = scratch_sizes(weight.rows, weight.k, num_rows, config)
     if scratch is None:
         scratch = Sm90Scratch.for_calls(x.device, counters, partial)
@@ -87,57 +99,118 @@ def sm90_grouped_gemm(
             f"partial sums, this call needs {counters} and {partial}"
         )
     if out is None:
-        out = torch.empty((num_rows, features), dtype=torch.bfloat16, device=x.device)
+        out = torch.empty((num_rows, features), dtype=out_dtype, device=x.device)
     elif (
         tuple(out.shape) != (num_rows, features)
-        or out.dtype != torch.bfloat16
+        or out.dtype != out_dtype
         or not out.is_contiguous()
     ):
         raise ValueError(
-            f"out must be contiguous bf16 ({num_rows}, {features}), got {tuple(out.shape)} "
-            f"{out.dtype}"
+            f"out must be contiguous {out_dtype} ({num_rows}, {features}), got "
+            f"{tuple(out.shape)} {out.dtype}"
         )
     if num_rows == 0:
         return out
-    launch = compiler.load(
-        _kernel(config, activation, row_scale is not None, bias is not None), ARCH
-    )
-    pointers = [
-        t.data_ptr()
-        for t in (weight.blob, x, out, expert_offsets, scratch.counters, scratch.partial)
-    ]
-    optional = [t.data_ptr() for t in (row_scale, bias) if t is not None]
-    properties = torch.cuda.get_device_properties(x.device)
+    launch = compiler.load(_kernel(config, row_token is not None, epilogue), ARCH)
+    pointers = [weight.blob, x, row_token, out, expert_offsets, scratch.counters, scratch.partial]
+    tokens = row_token if row_scale is not None else None
+    epilogue_pointers = [weight.alpha, row_scale, tokens, bias]
     sizes = (weight.num_experts, num_rows, weight.k, weight.rows, chunk_steps(weight.k, config))
+    properties = torch.cuda.get_device_properties(x.device)
     ctas = properties.multi_processor_count * config.ctas_per_sm
-    stream = torch.cuda.current_stream(x.device).cuda_stream
     with torch.cuda.device(x.device):
-        launch(*pointers, *sizes, ctas, weight.alpha.data_ptr(), *optional, stream)
+        stream = torch.cuda.current_stream().cuda_stream
+        launch(*_addresses(pointers), *sizes, ctas, *_addresses(epilogue_pointers), stream)
     return out
 
 
-def _kernel(
-    config: Sm90Config, activation: Activation | None, row_scale: bool, bias: bool
-) -> object:
+_INPUTS = {**_DTYPES, torch.float16: "Float16"}
+
+
+def sm90_round_rows(
+    x: Tensor,
+    outer: Tensor | None = None,
+    weight: Tensor | None = None,
+    limit: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rows quantised to NVFP4 (numerics section 2) and decoded: what W4A4 multiplies on Hopper.
+
+    x       (rows, K) bf16, fp16 or fp32, contiguous, K a multiple of 16
+    outer   float32 (1,) or (rows,): the outer scale g; None: per row from its largest magnitude
+    weight  float32 (rows,): x is multiplied by it first (top-k weights on the input)
+    limit   int32 (1,) on the device, such as expert_offsets[E:]: rows from there on are skipped
+
+    Returns bf16 (rows, K) = code * block scale, which is exact, and gx float32 (rows,) = g. Raises
+    ValueError for shapes, dtypes or devices.
+    """
+    if x.dim() != 2 or x.dtype not in _INPUTS or x.shape[1] % BLOCK or not x.is_contiguous():
+        raise ValueError(
+            f"x must be contiguous (rows, K) bf16, fp16 or fp32 with K a multiple of {BLOCK}, got "
+            f"{tuple(x.shape)} {x.dtype}"
+        )
+    rows, hidden = x.shape
+    if outer is not None:
+        shape = torch.Size((1 if outer.numel() == 1 else rows,))
+        _check_vector(outer, "outer", shape, torch.float32, x.device)
+    if weight is not None:
+        _check_vector(weight, "weight", torch.Size((rows,)), torch.float32, x.device)
+    if limit is not None:
+        _check_vector(limit, "limit", torch.Size((1,)), torch.int32, x.device)
+    values = torch.empty((rows, hidden), dtype=torch.bfloat16, device=x.device)
+    gx = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return values, gx
+    from cute_kernels.sm90.round_rows import RoundRows
+
+    given, weighted, bounded = (t is not None for t in (outer, weight, limit))
+    launch = compiler.load(RoundRows(hidden, _INPUTS[x.dtype], given, weighted, bounded), ARCH)
+    stride = 0 if outer is not None and outer.numel() == 1 else 1
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        launch(*_addresses([x, outer, weight, limit, values, gx]), rows, stride, stream)
+    return values, gx
+
+
+class _Epilogue(NamedTuple):
+    """Optional parts of an epilogue."""
+
+    activation: Activation | None
+    row_scale: Tensor | None
+    bias: Tensor | None
+    out_dtype: torch.dtype
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [t.data_ptr() for t in tensors if t is not None]
+
+
+def _kernel(config: Sm90Config, gathered: bool, parts: _Epilogue) -> object:
     from cute_kernels.sm90.epilogues import Activate, StoreRows
     from cute_kernels.sm90.grouped_gemm import Sm90GroupedGemm
+    from cute_kernels.sm90.loads import ContiguousRows, GatheredRows
 
-    if activation is None:
-        return Sm90GroupedGemm(StoreRows(row_scale, bias), config)
-    return Sm90GroupedGemm(Activate(row_scale, bias, activation), config)
+    scaled, biased = parts.row_scale is not None, parts.bias is not None
+    epilogue = StoreRows(scaled, biased, gathered and scaled, _DTYPES[parts.out_dtype])
+    if parts.activation is not None:
+        fields = {f.name: getattr(epilogue, f.name) for f in dataclasses.fields(epilogue)}
+        epilogue = Activate(**fields, activation=parts.activation)
+    return Sm90GroupedGemm(GatheredRows() if gathered else ContiguousRows(), epilogue, config)
 
 
 def _check(
     x: Tensor,
     weight: Sm90Weight,
     expert_offsets: Tensor,
-    activation: Activation | None,
-    row_scale: Tensor | None,
-    bias: Tensor | None,
+    row_token: Tensor | None,
+    parts: _Epilogue,
 ) -> tuple[int, int]:
+    """(R, output features)."""
+    activation, row_scale, bias, out_dtype = parts
+    if out_dtype not in _DTYPES:
+        raise ValueError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
     if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] != weight.k or not x.is_contiguous():
         raise ValueError(
-            f"x must be contiguous bf16 (num_rows, {weight.k}), got {tuple(x.shape)} {x.dtype}"
+            f"x must be contiguous bf16 (rows, {weight.k}), got {tuple(x.shape)} {x.dtype}"
         )
     check_expert_offsets(expert_offsets, x.device)
     if expert_offsets.numel() != weight.num_experts + 1 or weight.device != x.device:
@@ -145,27 +218,20 @@ def _check(
             f"weight has {weight.num_experts} experts on {weight.device}; expert_offsets has "
             f"{expert_offsets.numel()} entries and x is on {x.device}"
         )
-    num_rows = x.shape[0]
+    if row_token is not None:
+        _check_vector(row_token, "row_token", row_token.shape, torch.int32, x.device)
+    num_rows = x.shape[0] if row_token is None else row_token.numel()
     gated = activation is not None and activation.gated
     if gated != weight.gated:
         raise ValueError(
             f"activation {activation} needs weights packed with gated={gated}, got "
             f"gated={weight.gated}"
         )
-    if row_scale is not None and (
-        tuple(row_scale.shape) != (num_rows,) or row_scale.dtype != torch.float32
-    ):
-        raise ValueError(
-            f"row_scale must be float32 ({num_rows},), got {tuple(row_scale.shape)} "
-            f"{row_scale.dtype}"
-        )
-    if bias is not None and (
-        tuple(bias.shape) != (weight.num_experts, weight.rows) or bias.dtype != torch.float32
-    ):
-        raise ValueError(
-            f"bias must be float32 ({weight.num_experts}, {weight.rows}), got {tuple(bias.shape)} "
-            f"{bias.dtype}"
-        )
+    if row_scale is not None:
+        _check_vector(row_scale, "row_scale", x.shape[:1], torch.float32, x.device)
+    if bias is not None:
+        shape = torch.Size((weight.num_experts, weight.rows))
+        _check_vector(bias, "bias", shape, torch.float32, x.device)
     features = weight.rows // 2 if gated else weight.rows
     if features % 8 or weight.k % 16 or weight.rows % 16:
         raise ValueError(
@@ -173,3 +239,19 @@ def _check(
             f"features {features} of 8"
         )
     return num_rows, features
+
+
+def _check_vector(
+    tensor: Tensor, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A tensor that the kernel reads by its address."""
+    if (
+        tensor.shape != shape
+        or tensor.dtype != dtype
+        or tensor.device != device
+        or not tensor.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name} must be contiguous {dtype} {tuple(shape)} on {device}, got "
+            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )

@@ -30,6 +30,16 @@ class Tile(NamedTuple):
 TILE_WORDS = 8  # of a Tile in shared memory
 
 
+def load_tile(shared: Any, slot: Int32) -> Tile:
+    words = cute.arch.inline_ptx(
+        "ld.volatile.shared.v4.s32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+        " ld.volatile.shared.v2.s32 {{$w4}, {$w5}}, [{$r0} + 16];",
+        write_only_types=[Int32] * 6,
+        read_only_args=[Int32(shared.tiles.iterator.toint()) + slot * (4 * TILE_WORDS)],
+    )
+    return Tile(*[cute.arch.make_warp_uniform(w) for w in words])
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
     """Rows of one expert are cut into ceil(rows / max_tokens) tiles of equal size, rounded up to

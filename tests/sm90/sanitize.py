@@ -1,24 +1,57 @@
-"""Small launches of the three configurations, for a memory or race checker:
+"""Small launches of every configuration and load, for a memory or race checker:
 
-    compute-sanitizer --tool racecheck python -m tests.sm90.sanitize
     compute-sanitizer --tool memcheck --report-api-errors no python -m tests.sm90.sanitize
+    compute-sanitizer --tool racecheck python -m tests.sm90.sanitize [--all-lanes] [NAME ...]
 
-K is long enough for every ring of stages to turn.
+K is long enough for every ring of stages to turn. ``--all-lanes``: the experiment that tells a race
+from a limit of the checker (cute_kernels/sm90/README.md): every lane of a warp releases a stage for
+itself instead of one lane behind a warp barrier.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
+from typing import Any
 
 import torch
 
+from cute_kernels import compile as compiler
 from cute_kernels import nvfp4
 from cute_kernels.sm90 import config as configs
 from cute_kernels.sm90 import host, weights
 
+PREFILL = dataclasses.replace(configs.PREFILL, token_sizes=(16, 64), epilogue_tokens=64)
 
-def main() -> None:
+
+def kernel_class() -> Any:
+    """The kernel whose stages are released by all lanes; the DSL is imported here."""
+    import cutlass.cute as cute
+
+    from cute_kernels.sm90.grouped_gemm import Sm90GroupedGemm
+
+    @dataclasses.dataclass(frozen=True)
+    class AllLanes(Sm90GroupedGemm):
+        release_lanes = 32
+
+        @cute.jit
+        def _release(self, stage: Any, shared: Any):
+            at = stage - 1
+            if at < 0:
+                at += self.config.num_stages
+            cute.arch.mbarrier_arrive(shared.ab_empty + at)
+
+    return AllLanes
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="decode, middle, prefill; default: all")
+    parser.add_argument("--all-lanes", action="store_true")
+    options = parser.parse_args(argv)
     rows, k, counts = 384, 1536, (7, 0, 53)
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, 256, (3, rows, k // 2), dtype=torch.uint8, generator=generator)
@@ -27,11 +60,21 @@ def main() -> None:
     weight = dataclasses.replace(packed, blob=packed.blob.cuda(), alpha=packed.alpha.cuda())
     x = torch.randn(sum(counts), k, generator=generator).bfloat16().cuda()
     offsets = torch.tensor((0, 7, 7, 60), dtype=torch.int32, device="cuda")
-    prefill = dataclasses.replace(configs.PREFILL, token_sizes=(16, 64), epilogue_tokens=64)
-    for config in (configs.DECODE, configs.MIDDLE, prefill):
-        host.sm90_grouped_gemm(x, weight, offsets, config=config)
-        torch.cuda.synchronize()
-        sys.stdout.write(f"{config.name} ran\n")
+    token = torch.randint(0, x.shape[0], x.shape[:1], generator=generator).int().cuda()
+    if options.all_lanes:
+        made, other = host._kernel, kernel_class()
+        host._kernel = lambda *a: other(**vars(made(*a)))  # type: ignore[assignment]
+    for config in (configs.DECODE, configs.MIDDLE, PREFILL):
+        if options.names and config.name not in options.names:
+            continue
+        for row_token in (None, token):
+            host.sm90_grouped_gemm(x, weight, offsets, row_token=row_token, config=config)
+            torch.cuda.synchronize()
+            load = "contiguous" if row_token is None else "gathered"
+            sys.stdout.write(f"{config.name} {load} ran; {compiler.stats().compiles} compiled\n")
+    host.sm90_round_rows(x, limit=offsets[3:])
+    torch.cuda.synchronize()
+    sys.stdout.write("round_rows ran\n")
 
 
 if __name__ == "__main__":

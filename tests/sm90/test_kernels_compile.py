@@ -21,17 +21,20 @@ HGMMA, WARPGROUP, LDL, STL = 0xDF0, 0x9C5, 0x983, 0x387
 CONFIGS = (configs.DECODE, configs.MIDDLE, configs.PREFILL)
 
 
-def gemm(config: configs.Sm90Config, epilogue: str = "store") -> object:
+def gemm(config: configs.Sm90Config, epilogue: str = "store", gathered: bool = False) -> object:
     from cute_kernels.sm90.epilogues import Activate, StoreRows
     from cute_kernels.sm90.grouped_gemm import Sm90GroupedGemm
+    from cute_kernels.sm90.loads import ContiguousRows, GatheredRows
 
     made = {
         "store": StoreRows(),
-        "store+": StoreRows(row_scale=True, bias=True),
+        "store+": StoreRows(row_scale=True, bias=True, indexed=gathered),
         "swiglu": Activate(activation=SwiGLU(limit=10.0)),
         "relu2": Activate(activation=ReLU2()),
+        "swiglu_f32": Activate(True, True, gathered, "Float32", SwiGLU(limit=10.0)),
     }
-    return Sm90GroupedGemm(made[epilogue], config)
+    load = GatheredRows() if gathered else ContiguousRows()
+    return Sm90GroupedGemm(load, made[epilogue], config)
 
 
 def opcodes(cubin: bytes) -> list[int]:
@@ -52,19 +55,24 @@ def opcodes(cubin: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
-@pytest.mark.parametrize("epilogue", ["store", "swiglu"])
-def test_code(config: configs.Sm90Config, epilogue: str) -> None:
-    dump = compiler.dump(gemm(config, epilogue), "sm_90a")
+@pytest.mark.parametrize(
+    "epilogue, gathered", [("store", False), ("swiglu", False), ("swiglu", True)]
+)
+def test_code(config: configs.Sm90Config, epilogue: str, gathered: bool) -> None:
+    dump = compiler.dump(gemm(config, epilogue, gathered), "sm_90a")
     for n in config.token_sizes:
         # A from registers: the second operand is a list of four, not a descriptor
         kind = rf"wgmma\.mma_async\.sync\.aligned\.m64n{n}k16\.f32\.bf16\.bf16 "
         operands = r"\{[^}]*\}, \{(%r\d+,? ?){4}\}"
         assert re.search(kind + operands, dump.ptx), f"no wgmma of N {n} with A from registers"
-    assert f".entry sm90_w4a16_{config.name}_{epilogue}" in dump.ptx.replace(".visible ", "")
+    load = "gather_" if gathered else ""
+    assert f".entry sm90_w4a16_{config.name}_{load}{epilogue}" in dump.ptx.replace(".visible ", "")
     assert ".reqntid 384" in dump.ptx and f".minnctapersm {config.ctas_per_sm}" in dump.ptx
-    assert (
-        "cp.async.bulk.shared::cluster.global" in dump.ptx and "cp.async.bulk.tensor.2d" in dump.ptx
-    )
+    assert "cp.async.bulk.shared::cluster.global" in dump.ptx
+    assert ("cp.async.bulk.tensor.2d" in dump.ptx) != gathered
+    assert ("cp.async.cg.shared.global" in dump.ptx) == gathered
+    # rows written by cp.async: a proxy fence behind every wait for them
+    assert ("fence.proxy.async.shared::cta" in dump.ptx) == gathered
     code = opcodes(dump.cubin)
     blocks = 2 * config.row_tiles
     sizes = len(config.token_sizes)
@@ -76,10 +84,14 @@ def test_code(config: configs.Sm90Config, epilogue: str) -> None:
     assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"
 
 
-@pytest.mark.parametrize("epilogue", ["store+", "relu2"])
-def test_other_epilogues_compile(epilogue: str) -> None:
-    code = opcodes(compiler.dump(gemm(configs.DECODE, epilogue), "sm_90a").cubin)
-    assert code.count(HGMMA) == 48 and code.count(STL) == 0
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+@pytest.mark.parametrize("epilogue", ["store+", "relu2", "swiglu_f32"])
+def test_other_epilogues_compile(config: configs.Sm90Config, epilogue: str) -> None:
+    # smallest and largest instance: the inlined main loops in between differ in N alone
+    config = dataclasses.replace(config, token_sizes=(config.token_step, config.max_tokens))
+    code = opcodes(compiler.dump(gemm(config, epilogue, epilogue != "relu2"), "sm_90a").cubin)
+    assert code.count(HGMMA) == 8 * config.row_tiles * len(config.token_sizes)
+    assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"
 
 
 def test_too_many_registers_would_be_seen() -> None:
@@ -111,3 +123,13 @@ def test_chunks_depend_on_k_alone() -> None:
     assert configs.choose_config(6, 48) is configs.DECODE
     assert configs.choose_config(384, 48) is configs.MIDDLE
     assert configs.choose_config(24576, 48) is configs.PREFILL
+
+
+@pytest.mark.parametrize("dtype, bounded", [("BFloat16", False), ("Float32", True)])
+def test_round_rows_compiles(dtype: str, bounded: bool) -> None:
+    from cute_kernels.sm90.round_rows import RoundRows
+
+    dump = compiler.dump(RoundRows(7168, dtype, weighted=not bounded, bounded=bounded), "sm_90a")
+    assert f".entry round_rows_per_token_h7168_{dtype.lower()}" in dump.ptx.replace(".visible ", "")
+    code = opcodes(dump.cubin)
+    assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"
