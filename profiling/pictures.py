@@ -97,3 +97,48 @@ def bench_picture(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
     axes.grid(which="both", linewidth=0.3)
     axes.legend()
     save(figure, path)
+
+
+SLICES = {
+    "run": "#9aa5b1", "load": "#1f6f8b", "cp": "#c9a227", "mma": "#2a9d5c", "commit": "#87b38d",
+    "store": "#8b5fbf",
+}  # fmt: skip
+
+
+def timeline_picture(path: Path, timeline: Any) -> None:
+    """Bars per row: filled what ran, hatched what waited, with the barrier's name where it fits."""
+    from profiling.timeline import CLOCKS, ENGINES
+
+    plt = pyplot()
+    rows = timeline.rows()
+    if not rows:
+        raise ValueError("the timeline has nothing to draw between these points")
+    figure, axes = plt.subplots(figsize=(15, 0.34 * len(rows) + 1.6))
+    start = min(s.start for s in timeline.slices)
+    width = timeline.end - start
+    for y, key in enumerate(rows):
+        mine = [s for s in timeline.slices if (s.cta, s.row) == key]
+        for s in mine:
+            waits = s.kind == "wait"
+            colour = "#ffffff" if waits else SLICES.get(s.name, SLICES["run"])
+            axes.barh(
+                y, s.duration, left=s.start, height=0.5 if waits else 0.8, color=colour,
+                edgecolor="#d9b3b3" if waits else colour, linewidth=0.4,
+                hatch="////" if waits else None, alpha=0.75 if key[1] in ENGINES else 1.0,
+            )  # fmt: skip
+            if waits and s.duration > 0.045 * width:
+                axes.text(s.start + s.duration / 2, y, s.name, ha="center", va="center", fontsize=6)
+    ctas = len({cta for cta, _ in rows})
+    labels = [f"cta {cta} {row}" if ctas > 1 else row for cta, row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(start, timeline.end)
+    axes.set_xlabel(CLOCKS[timeline.clock])
+    axes.set_title(timeline.title, fontsize=9)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in SLICES.values()]
+    handles.append(plt.Rectangle((0, 0), 1, 1, facecolor="#fff", edgecolor="#d9b3b3", hatch="////"))
+    names = ["instructions", "TMA load", "scale copy", "MMA", "commit", "TMA store", "wait"]
+    axes.legend(
+        handles, names, ncols=7, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.09)
+    )
+    save(figure, path)
