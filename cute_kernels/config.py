@@ -8,6 +8,7 @@ import dataclasses
 
 SMEM_PER_CTA = 232448  # bytes a CTA may have on SM100 (227 KB)
 TMEM_COLUMNS = 512
+DECODE_STEP = 16  # rows by which a decode tile grows: one box of rows to load, 16 columns of an MMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,27 +16,41 @@ class GemmConfig:
     """Tiles of the SM100 grouped GEMM.
 
     ctas      1: M = 128 per MMA, one CTA; 2: M = 256 over a pair (cta_group::2)
-    tile_n    64, 128 or 256 columns of an output tile
-    pairs     MMA tiles of one expert side by side in a cluster; they share B by multicast
+    tile_n    64, 128 or 256 columns of an MMA tile
+    pairs     MMA tiles side by side in M in a cluster; they share the N operand by multicast
+    columns   MMA tiles side by side in N in a cluster; they share the M operand by multicast
+    decode    weights on M and routed rows on N, as many as there are up to tile_n = 64; one CTA
     tile_k    256: 128 bytes of codes, one 128-byte swizzle span
 
-    Raises ValueError for a combination whose shared memory or TMEM does not fit.
+    Raises ValueError for a combination that does not exist or does not fit into shared memory.
     """
 
     ctas: int = 1
     tile_n: int = 128
     pairs: int = 1
+    columns: int = 1
+    decode: bool = False
     tile_k: int = 256
 
     def __post_init__(self) -> None:
-        if self.ctas not in (1, 2) or self.pairs not in (1, 2, 4):
+        if self.ctas not in (1, 2) or self.pairs not in (1, 2, 4) or self.columns not in (1, 2, 4):
             raise ValueError(
-                f"ctas must be 1 or 2 and pairs 1, 2 or 4, got {self.ctas}, {self.pairs}"
+                f"ctas must be 1 or 2, pairs and columns 1, 2 or 4, got {self.ctas}, {self.pairs}, "
+                f"{self.columns}"
+            )
+        if self.pairs > 1 and self.columns > 1:
+            raise ValueError(
+                "pairs or columns must be 1: a stage is released by every MMA of the cluster, got "
+                f"{self.pairs} x {self.columns}"
             )
         if self.tile_n not in (64, 128, 256) or (self.ctas == 2 and self.tile_n == 64):
             raise ValueError(
                 f"tile_n must be 64 (one CTA only), 128 or 256, got {self.tile_n} with {self.ctas} "
                 "CTAs"
+            )
+        if self.decode and (self.cluster, self.tile_n) != (1, 64):
+            raise ValueError(
+                f"a decode tile must be 64 rows of one CTA, got {self.tile_n} of {self.cluster}"
             )
         if self.stages < 4:
             raise ValueError(f"only {self.stages} stages fit into shared memory, 4 are needed")
@@ -43,21 +58,36 @@ class GemmConfig:
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.ctas * self.pairs
+        return self.ctas * self.pairs * self.columns
 
     @property
-    def tile_m(self) -> int:
-        """Rows of one expert that a cluster computes at a time."""
-        return 128 * self.cluster
+    def tile_rows(self) -> int:
+        """Routed rows of one expert that a cluster computes at a time."""
+        return self.tile_n if self.decode else 128 * self.ctas * self.pairs
+
+    @property
+    def tile_columns(self) -> int:
+        """Output columns that a cluster computes at a time."""
+        return 128 if self.decode else self.tile_n * self.columns
 
     @property
     def sfb_rows(self) -> int:
-        """Rows of weight scales that a tile loads: whole scale tiles."""
+        """Rows of scales of the N side that a tile loads: whole scale tiles."""
         return -(-self.tile_n // 128) * 128
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes of `DECODE_STEP` rows of a decode tile."""
+        return DECODE_STEP * self.tile_k // 2
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes per K tile of a decode tile besides its rows: weights and both scales."""
+        return self.stage_bytes - self.tile_n * self.tile_k // 2
+
+    @property
     def stage_bytes(self) -> int:
-        """Bytes that one CTA loads per K tile: its rows of A, its share of B, SFA, all of SFB."""
+        """Bytes that one CTA holds per K tile: its rows of A, its share of B, SFA, all of SFB."""
         operands = (128 + self.tile_n // self.ctas) * self.tile_k // 2
         return operands + (128 + self.sfb_rows) * self.tile_k // 16
 
@@ -87,15 +117,35 @@ class GemmConfig:
 
     @property
     def name(self) -> str:
-        return f"{128 * self.ctas}x{self.tile_n}x{self.tile_k}_c{self.cluster}"
+        plan = "decode_" if self.decode else ""
+        shared = "rows" if self.columns > 1 else ""
+        return f"{plan}{128 * self.ctas}x{self.tile_n}x{self.tile_k}_c{self.cluster}{shared}"
+
+
+def tile_bytes(config: GemmConfig, n: int) -> int:
+    """Codes per K tile that enter shared memory for ``n`` columns of `GemmConfig.tile_rows` rows,
+    a multicast counted once: what the fabric between L2 and the SMs carries."""
+    c = config
+    rows, columns = 128 * c.ctas * c.pairs, c.tile_n * c.columns
+    return -(-n // columns) * (rows + columns) * c.tile_k // 2
 
 
 def choose_config(rows: int, experts: int, n: int) -> GemmConfig:
     """Configuration for ``rows`` routed rows over ``experts`` and ``n`` output columns.
 
-    Sizes only, never the routing: with more than 128 rows an expert on average a CTA pair shares
-    the weights of a tile, below that half of its rows would be padding.
+    Sizes only, never the routing; R = rows per expert on average:
+
+        R <= 64    decode: the weights are read once, tokens in steps of 16
+        R <= 128   one CTA: a pair's second half would be padding
+        else       a CTA pair; two pairs that share their rows where that moves fewer bytes. Large
+                   tiles are limited by bytes over the fabric, so bytes decide. (Pairs that share
+                   weights save as many, but round the rows of an expert up to 512.)
     """
-    if rows > 128 * experts:
-        return GemmConfig(2, 256 if n >= 256 else 128)
-    return GemmConfig(1, 128 if n > 64 else 64)
+    if rows <= 64 * experts:
+        return GemmConfig(1, 64, decode=True)
+    if rows <= 128 * experts:
+        return GemmConfig(1, 256 if n >= 256 else 128)
+    if n < 256:
+        return GemmConfig(2, 128)
+    pair, two_pairs = GemmConfig(2, 256), GemmConfig(2, 256, columns=2)
+    return two_pairs if tile_bytes(two_pairs, n) < tile_bytes(pair, n) else pair

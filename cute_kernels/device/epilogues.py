@@ -1,12 +1,16 @@
 """What happens to an accumulator row: epilogue objects of the grouped GEMMs.
 
-An epilogue is a frozen dataclass (its repr is part of the kernel's key). The mainloop hands it one
-row segment at a time:
+An epilogue is a frozen dataclass (its repr is part of the kernel's key). The mainloop hands it a
+piece of an accumulator at a time, which one of two methods takes, by the plan of the mainloop:
 
-    store_row(args, values, place)   one thread owns acc[row, col : col + width] in fp32
+    store_row(args, values, place)          one thread owns acc[row, col : col + width] in fp32
+    store_col(args, values, place, count)   one thread owns acc[row : row + DECODE_STEP, col]
 
-``place`` is a `Place`. The mainloop has checked that ``row`` is a real row; columns at and past
-``place.n`` exist in ``values`` but not in the output. Threads diverge here: no warp collectives.
+``place`` is a `Place`. store_row: the mainloop has checked that ``row`` is a real row; columns at
+and past ``place.n`` exist in ``values`` but not in the output. Threads diverge here: no warp
+collectives. store_col: the 32 threads of a warp own consecutive columns from a multiple of 32 on
+and are all here; the first ``count`` rows are real; a column may be at or past ``place.n``. Both
+give the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from cutlass import Float32, Int64, Uint32
 
 from cute_kernels.activations import Activation
 from cute_kernels.compile import Ptr
+from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
 from cute_kernels.device.math import DEVICE_MATH
 
@@ -49,6 +54,33 @@ def row_alpha(place: Place, alpha, row_scale, row_index, projection: int = 0, pa
     if row_index is not None:
         index = ptx.load_i32(row_index.toint() + Int64(place.row) * 4)
     return ptx.mul(ptx.load_f32(row_scale.toint() + Int64(index) * 4), value)
+
+
+def lane_scale(place: Place, row_scale, row_index, count) -> Any:
+    """Lane j of a warp: row_scale of row place.row + j (of the last real one for the lanes past
+    it); None where there is none."""
+    if row_scale is None:
+        return None
+    index = place.row + cutlass.min(cute.arch.lane_idx(), count - 1)
+    if row_index is not None:
+        index = ptx.load_i32(row_index.toint() + Int64(index) * 4)
+    return ptx.load_f32(row_scale.toint() + Int64(index) * 4)
+
+
+def scaled_alpha(alpha, scales, j: int):
+    """`row_alpha` of row j from its two factors: the row's comes from lane j."""
+    if scales is None:
+        return alpha
+    return ptx.mul(cute.arch.shuffle_sync(scales, j), alpha)
+
+
+@cute.jit
+def column_bias(bias, place):
+    """bias[expert, col], 0 past the last column."""
+    value = Float32(0.0)
+    if place.col < place.n:
+        value = ptx.load_f32(bias.toint() + (Int64(place.expert) * place.n + place.col) * 4)
+    return value
 
 
 class StoreArgs(NamedTuple):
@@ -99,6 +131,29 @@ class StoreRows:
                     bias = args.bias.toint() + at * 4
                     part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
                 ptx.store_u32x4(base + 16 * i, self.pack(part))
+
+    @cute.jit
+    def store_col(self, args, values, place, count):
+        size = _BYTES[self.dtype]
+        alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
+        scales = lane_scale(place, args.row_scale, None, count)
+        if cutlass.const_expr(self.biased):
+            bias = column_bias(args.bias, place)
+        base = args.out.toint() + (Int64(place.row) * place.n + place.col) * size
+        for j in cutlass.range_constexpr(DECODE_STEP):
+            value = ptx.mul(values[j], scaled_alpha(alpha, scales, j))
+            if cutlass.const_expr(self.biased):
+                value = ptx.add(value, bias)
+            if j < count and place.col < place.n:
+                self.store_one(base + Int64(j) * place.n * size, value)
+
+    def store_one(self, address, value):
+        if self.dtype == "Float32":
+            ptx.store_f32(address, value)
+        elif self.dtype == "BFloat16":
+            ptx.store_u16(address, ptx.pack_bf16x2(value, value))
+        else:
+            ptx.store_u16(address, ptx.pack_f16x2(value, value))
 
     def pack(self, part):
         """Four words of one 16-byte store."""
@@ -190,6 +245,40 @@ class ActivationQuantize:
         return self.activation(DEVICE_MATH, *pre)
 
     @cute.jit
+    def store_col(self, args, values, place, count):
+        """A warp's 32 columns are one block of h of a gated activation, two of another."""
+        parts, lane = self.parts, cute.arch.lane_idx()
+        at = Int64(place.expert) * parts + lane % parts
+        alpha = ptx.load_f32(args.alpha.toint() + at * 4)
+        scales = lane_scale(place, args.row_scale, args.row_index, count)
+        g = ptx.load_f32(args.out_scale.toint() + Int64(place.expert) * 4)
+        c = Float32(1.0) / ptx.mul(g, Float32(6.0))
+        bias = column_bias(args.bias, place) if self.biased else None
+        inter = place.n // parts
+        first = (place.col - lane) // parts  # of h
+        for j in cutlass.range_constexpr(DECODE_STEP):
+            if j < count:
+                v = ptx.mul(values[j], scaled_alpha(alpha, scales, j))
+                if cutlass.const_expr(self.biased):
+                    v = ptx.add(v, bias)
+                byte, words = encode_warp(self.lane_value(v, lane), parts, g, c)
+                row, sf_row = Int64(place.row + j), place.sf_row + j
+                for b in cutlass.range_constexpr(2 // parts):
+                    col = first + b * BLOCK
+                    if lane == b * BLOCK and col < inter:
+                        codes = words[2 * b : 2 * b + 2]
+                        ptx.store_u32x2(args.data.toint() + (row * inter + col) // 2, codes)
+                        self.store_scale(args.scale, sf_row, col // BLOCK, inter // BLOCK, byte)
+
+    def lane_value(self, v, lane):
+        """h of this lane's column, or of its pair of columns when gate and up alternate."""
+        if self.parts == 1:
+            return self.activation(DEVICE_MATH, v)
+        other = cute.arch.shuffle_sync_bfly(v, 1)
+        gate, up = ptx.select(lane % 2 == 0, v, other), ptx.select(lane % 2 == 0, other, v)
+        return self.activation(DEVICE_MATH, gate, up)
+
+    @cute.jit
     def store_scale(self, base, sf_row, group, groups, byte):
         padded = (groups + 3) // 4 * 4
         at = scale_offset(sf_row, group, padded)
@@ -212,10 +301,34 @@ def encode_block(h, g, c):
     amax = ptx.abs_f32(h[0])
     for v in h[1:]:
         amax = cute.arch.fmax(amax, ptx.abs_f32(v), nan=True)
+    byte, r = block_scale(amax, g, c)
+    scaled = [ptx.mul(v, r) for v in h]
+    return byte, [ptx.encode_e2m1x8(scaled[:8]), ptx.encode_e2m1x8(scaled[8:])]
+
+
+def block_scale(amax, g, c):
+    """(scale byte, factor of the values before they become codes) of a block."""
     raw = cute.arch.fmax(ptx.mul(amax, c), Float32(2.0**-9), nan=True)
     byte = ptx.encode_e4m3(cute.arch.fmin(raw, Float32(448.0), nan=True))
     step = ptx.mul(ptx.decode_ue4m3(byte), g)
     # a NaN scale byte decodes as finite here; every code of its block is that of NaN
-    r = cutlass.select_(byte == 0x7F, Float32(float("nan")), Float32(1.0) / step)
-    scaled = [ptx.mul(v, r) for v in h]
-    return byte, [ptx.encode_e2m1x8(scaled[:8]), ptx.encode_e2m1x8(scaled[8:])]
+    return byte, cutlass.select_(byte == 0x7F, Float32(float("nan")), Float32(1.0) / step)
+
+
+def encode_warp(h, lanes_per_value: int, g, c):
+    """`encode_block` of values that lie across a warp, one in every ``lanes_per_value`` lanes:
+    (scale byte of this lane's block, two words of codes per block, the same in every lane)."""
+    index = cute.arch.lane_idx() // lanes_per_value  # of the value
+    blocks = 2 // lanes_per_value
+    bits = ptx.abs_f32(h).bitcast(Uint32)  # ordered like the values, NaN on top
+    if blocks == 1:
+        amax = ptx.redux_max_u32(bits)
+    else:
+        below = index < BLOCK
+        low = ptx.redux_max_u32(ptx.select(below, bits, Uint32(0)))
+        high = ptx.redux_max_u32(ptx.select(below, Uint32(0), bits))
+        amax = ptx.select(below, low, high)
+    byte, r = block_scale(amax.bitcast(Float32), g, c)
+    code = ptx.encode_e2m1(ptx.mul(h, r)) << (index % 8 * 4).to(Uint32)
+    mine = [ptx.select(index // 8 == w, code, Uint32(0)) for w in range(2 * blocks)]
+    return byte, [cute.arch.warp_redux_sync(word, "or") for word in mine]

@@ -80,6 +80,14 @@ def store_u32(address: Int64, word) -> None:
     inline_ptx("st.global.u32 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
+def store_u16(address: Int64, word: Uint32) -> None:
+    """The low half of ``word``."""
+    inline_ptx(
+        "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.global.u16 [{$r0}], h; }",
+        read_only_args=[address, word],
+    )
+
+
 def store_u8(address: Int64, byte: Uint32) -> None:
     inline_ptx("st.global.u8 [{$r0}], {$r1};", read_only_args=[address, byte])
 
@@ -225,6 +233,17 @@ def encode_e2m1x8(values) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=list(values),
     )
+
+
+def encode_e2m1(value: Float32) -> Uint32:
+    """fp32 -> E2M1 code in the lowest nibble, zeros above it (instruction of sm_100)."""
+    codes = inline_ptx(
+        "{ .reg .b8 b; cvt.rn.satfinite.e2m1x2.f32 b, 0f00000000, {$r0}; "
+        "mov.b32 {$w0}, {b, b, b, b}; }",
+        write_only_types=[Uint32],
+        read_only_args=[value],
+    )
+    return codes & 0xF
 
 
 _TWO22 = 2.0**22

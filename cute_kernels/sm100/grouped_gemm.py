@@ -16,27 +16,21 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from cute_kernels.compile import Ptr
 from cute_kernels.config import TMEM_COLUMNS, GemmConfig
 from cute_kernels.device import ptx
-from cute_kernels.device.epilogues import Place
+from cute_kernels.sm100.loads import WeightArgs, WeightTiles
+from cute_kernels.sm100.operands import SF_VEC
+from cute_kernels.sm100.plans import DECODE, PREFILL
 from cute_kernels.sm100.tiles import find_work
 
-SF_VEC = 16
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
 LOAD_WARP = 5  # and the following, if the load needs more
 ALIGN = 1024  # the swizzle pattern repeats every 1024 bytes and descriptors assume offset 0
-
-
-class Weights(NamedTuple):
-    """Codes (E, N, K/2) and scales SWIZZLE_32_4_4 per expert."""
-
-    data: Any
-    scale: Any
 
 
 class Problem(NamedTuple):
@@ -84,7 +78,7 @@ class Sm100GroupedGemm:
         fp4, fp8 = Ptr("Float4E2M1FN"), Ptr("Float8E4M3FN")
         return (
             self.load.arguments,
-            Weights(fp4, fp8),
+            WeightArgs(fp4, fp8),
             Ptr("Int32", 4),
             self.epilogue.arguments,
             Problem("i32", "i32", "i32"),
@@ -94,6 +88,15 @@ class Sm100GroupedGemm:
     # ---- set-up
 
     first_load_warp = LOAD_WARP
+
+    @property
+    def plan(self) -> Any:
+        return DECODE if self.config.decode else PREFILL
+
+    @property
+    def loads(self) -> tuple:
+        """(load, side of the MMA) of the rows and of the weights."""
+        return (self.load, self.plan.rows_side), (WeightTiles(), self.plan.weights_side)
 
     @property
     def tiler(self) -> tuple[int, int, int]:
@@ -119,7 +122,7 @@ class Sm100GroupedGemm:
             fp4, fp4, k, k, cutlass.Float8E4M3FN, SF_VEC, cta_group, (m, n)
         )
 
-    def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """The MMA, and the one-CTA MMA over whole scale tiles that partitions the weight scales."""
         m, n, _ = self.tiler
         scales = self._mma(tcgen05.CtaGroup.ONE, 128, self.config.sfb_rows)
@@ -135,46 +138,35 @@ class Sm100GroupedGemm:
             blockscaled.make_smem_layout_sfb(tiled_mma, self.tiler, SF_VEC, stages),
         )
 
-    def _cluster_layouts(self, mma: cute.TiledMma, scales_mma: cute.TiledMma) -> tuple:
-        cluster = cute.make_layout((self.config.cluster, 1, 1))
+    def cluster_layouts(self, mma: cute.TiledMma, scales_mma: cute.TiledMma) -> tuple:
+        """(V, M, N, K) of the CTAs, for the operands and for whole scale tiles of the N side."""
+        c = self.config
+        cluster = cute.make_layout((c.ctas * c.pairs, c.columns, 1))
         return (
             cute.tiled_divide(cluster, (mma.thr_id.shape,)),
             cute.tiled_divide(cluster, (scales_mma.thr_id.shape,)),
         )
 
+    def column_mask(self, rank: Any) -> Any:
+        """CTAs that share the rows of CTA ``rank``."""
+        vmnk, _ = self.cluster_layouts(*self.tiled_mmas())
+        return cpasync.create_tma_multicast_mask(vmnk, vmnk.get_flat_coord(rank), mcast_mode=2)
+
     @cute.jit
     def __call__(self, rows, weights, offsets, epilogue, problem, clusters, stream):
-        c, tiler = self.config, self.tiler
-        k = cute.assume(problem.k, 32)
-        n = cute.assume(problem.n, 16)
-        mma, scales_mma = self._tiled_mmas()
-        vmnk, sfb_vmnk = self._cluster_layouts(mma, scales_mma)
+        c = self.config
+        shape = (cute.assume(problem.n, 16), cute.assume(problem.k, 32), problem.experts)
+        mma, _ = self.tiled_mmas()
         stage = [cute.slice_(x, (None, None, None, 0)) for x in self._layouts(mma)]
-        shape = (n, k, problem.experts)
-        # codes of an expert: n * k, which is over 2^31 for all experts of a large layer
-        pitch = cute.assume(Int64(n) * Int64(k), 512)
-        mB = cute.make_tensor(weights.data, cute.make_layout(shape, stride=(k, 1, pitch)))
-        mSFB = cute.make_tensor(weights.scale, blockscaled.tile_atom_to_shape_SF(shape, SF_VEC))
-        cluster = (c.cluster, 1, 1)
-        load_b = sm100.cluster_shape_to_tma_atom_B(cluster, mma.thr_id)
-        load_sfb = sm100.cluster_shape_to_tma_atom_SFB(cluster, mma.thr_id)
-        make_b = cute.nvgpu.make_tiled_tma_atom_B
-        tma_b = make_b(load_b, mB, stage[1], tiler, mma, vmnk.shape)
-        sfb_tiler = (128, c.sfb_rows, c.tile_k)
-        tma_sfb = make_b(
-            load_sfb,
-            mSFB,
-            stage[3],
-            sfb_tiler,
-            scales_mma,
-            sfb_vmnk.shape,
-            internal_type=cutlass.Int16,
-        )
-        tma_a, tma_sfa = self.load.make_atoms(self, rows, k, stage, mma, vmnk)
+        atoms, views = [], []
+        for (load, side), args in zip(self.loads, (rows, weights), strict=True):
+            for atom, view in load.make_atoms(self, side, args, shape, stage):
+                atoms.append(atom)
+                views.append(view)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            (tma_a[0], tma_b[0], tma_sfa[0], tma_sfb[0]),
-            (tma_a[1], tma_b[1], tma_sfa[1], tma_sfb[1]),
+            tuple(atoms),
+            tuple(views),
             self.load.device_args(rows),
             offsets,
             epilogue,
@@ -182,8 +174,9 @@ class Sm100GroupedGemm:
         ).launch(
             grid=(clusters * c.cluster, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=cluster,
+            cluster=(c.cluster, 1, 1),
             stream=stream,
+            min_blocks_per_mp=1,  # shared memory allows no more: nothing to spill for
             use_pdl=True,
         )
 
@@ -191,7 +184,7 @@ class Sm100GroupedGemm:
     def kernel(self, atoms, tensors, rows, offsets, epilogue, problem):
         """Device entry: storage, barriers, TMEM, then one method per warp role."""
         c = self.config
-        mma, _ = self._tiled_mmas()
+        mma, _ = self.tiled_mmas()
         layouts = self._layouts(mma)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -239,7 +232,7 @@ class Sm100GroupedGemm:
         with cute.arch.elect_one():
             for s in cutlass.range_constexpr(c.stages):
                 cute.arch.mbarrier_init(bars + s, 1)
-                cute.arch.mbarrier_init(bars + c.stages + s, c.pairs)
+                cute.arch.mbarrier_init(bars + c.stages + s, c.pairs * c.columns)
             for s in cutlass.range_constexpr(self.acc_stages):
                 cute.arch.mbarrier_init(bars + 2 * c.stages + s, 1)
                 acc_empty = bars + 2 * c.stages + self.acc_stages + s
@@ -259,8 +252,9 @@ class Sm100GroupedGemm:
     @cute.jit
     def next_work(self, walk, item):
         offsets, problem = walk
-        n_tiles = (problem.n + (self.config.tile_n - 1)) // self.config.tile_n
-        return find_work(offsets, problem.experts, item, n_tiles, self.config.tile_m)
+        c = self.config
+        n_tiles = (problem.n + (c.tile_columns - 1)) // c.tile_columns
+        return find_work(offsets, problem.experts, item, n_tiles, c.tile_rows)
 
     def first_item(self):
         return cute.arch.block_idx()[0] // self.config.cluster
@@ -271,68 +265,42 @@ class Sm100GroupedGemm:
     # ---- loads
 
     @cute.jit
-    def load_loop(self, atoms, tensors, operands, bars, rows, walk):
-        """Fill the stages: A, B and both scales of one K tile each; the leader arms ab_full."""
-        c, tiler = self.config, self.tiler
-        mma, scales_mma = self._tiled_mmas()
-        vmnk, sfb_vmnk = self._cluster_layouts(mma, scales_mma)
+    def load_loop(self, atoms, views, operands, bars, rows, walk):
+        """Fill the stages: rows, weights and both scales of one K tile; the leader arms ab_full."""
+        c = self.config
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        coord, sfb_coord = vmnk.get_flat_coord(rank), sfb_vmnk.get_flat_coord(rank)
-        b_mask = None
-        sfb_mask = None
-        if cutlass.const_expr(c.pairs > 1):
-            b_mask = cpasync.create_tma_multicast_mask(vmnk, coord, mcast_mode=1)
-        if cutlass.const_expr(c.cluster > 1):
-            sfb_mask = cpasync.create_tma_multicast_mask(sfb_vmnk, sfb_coord, mcast_mode=1)
-        everything = (None, None, None)
-        nk = (tiler[1], tiler[2])
-        gB = cute.local_tile(tensors[1], nk, everything)  # (N, K, REST_N, REST_K, E)
-        gSFB = cute.local_tile(tensors[3], (c.sfb_rows, tiler[2]), everything)
-        tCgB = mma.get_slice(coord[0]).partition_B(gB)  # (MMA, MMA_N, MMA_K, REST_N, REST_K, E)
-        tCgSFB = scales_mma.get_slice(0).partition_B(gSFB)
-        peers = cute.make_layout(cute.slice_(vmnk, (0, None, 0, 0)).shape)
-        sfb_peers = cute.make_layout(cute.slice_(sfb_vmnk, (0, None, 0, 0)).shape)
-        # (TMA, STAGE) and (TMA, REST_N, REST_K, E)
-        tBsB, tBgB = partition(atoms[1], coord[1], peers, operands[1], tCgB)
-        tBsSFB, tBgSFB = partition(atoms[3], sfb_coord[1], sfb_peers, operands[3], tCgSFB)
-        tBsSFB, tBgSFB = cute.filter_zeros(tBsSFB), cute.filter_zeros(tBgSFB)
+        (row_load, row_side), (weight_load, weight_side) = self.loads
+        row_maps = ((atoms[0], views[0]), (atoms[1], views[1]))
+        weight_maps = ((atoms[2], views[2]), (atoms[3], views[3]))
         k_tiles = (walk[1].k + (c.tile_k - 1)) // c.tile_k
-        arms = coord[0] == 0 and warp == LOAD_WARP
+        arms = rank % c.ctas == 0 and warp == LOAD_WARP
         step = Int32(0)
         item = self.first_item()
         work = self.next_work(walk, item)
         while work.found:
-            row0 = work.row0 + (rank // c.ctas) * tiler[0]
-            sf_row0 = work.sf_row0 + (rank // c.ctas) * tiler[0]
-            copy_a, copy_sfa = self.load.copy_fn(
-                self, (atoms[0], atoms[2]), (tensors[0], tensors[2]), operands, rows, row0, sf_row0
+            tile = self.plan.tile(c, work, rank)
+            copy_rows, copy_row_scales = row_load.copy_fn(
+                self, row_side, row_maps, operands, rows, tile
             )
-            sfb_tile = work.n_tile * c.tile_n // c.sfb_rows
+            copy_weights, copy_weight_scales = weight_load.copy_fn(
+                self, weight_side, weight_maps, operands, None, tile
+            )
+            tx = c.stage_bytes * c.ctas
+            if cutlass.const_expr(c.decode):
+                tx = c.fixed_bytes + c.step_bytes * tile.boxes
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 s, phase = step % c.stages, (step // c.stages) & 1
                 full, empty = bars + s, bars + c.stages + s
                 cute.arch.mbarrier_wait(empty, phase ^ 1)
                 if arms:
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, c.stage_bytes * c.ctas)
-                copy_a(k_tile, s, full)
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, tx)
+                copy_rows(k_tile, s, full)
                 if warp == LOAD_WARP:
-                    copy_sfa(k_tile, s, full)
-                    cute.copy(
-                        atoms[1],
-                        tBgB[(None, work.n_tile, k_tile, work.expert)],
-                        tBsB[(None, s)],
-                        tma_bar_ptr=full,
-                        mcast_mask=b_mask,
-                    )
-                    cute.copy(
-                        atoms[3],
-                        tBgSFB[(None, sfb_tile, k_tile, work.expert)],
-                        tBsSFB[(None, s)],
-                        tma_bar_ptr=full,
-                        mcast_mask=sfb_mask,
-                    )
+                    copy_row_scales(k_tile, s, full)
+                    copy_weights(k_tile, s, full)
+                    copy_weight_scales(k_tile, s, full)
                 step += 1
             item += self.item_step()
             work = self.next_work(walk, item)
@@ -370,12 +338,14 @@ class Sm100GroupedGemm:
     @cute.jit
     def mma_loop(self, operands, tmem, bars, walk):
         """Scale copies and MMAs; commits free the stages and announce the accumulator."""
-        c, tiler = self.config, self.tiler
-        mma, _ = self._tiled_mmas()
+        c = self.config
+        mma, _ = self.tiled_mmas()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         tCrA = mma.make_fragment_A(operands[0])  # (MMA, MMA_M, MMA_K, STAGE)
         tCrB = mma.make_fragment_B(operands[1])  # (MMA, MMA_N, MMA_K, STAGE)
         tCtAccs, tCtSFA, tCtSFB = self._tmem_tensors(mma, tmem)
+        fragments = (tCrA, tCrB, tCtSFA, tCtSFB)
+        columns = self.plan.mma_columns(c)
         copy_a, source_a, tmem_a = self._scales_to_tmem(operands[2], tCtSFA)
         copy_b, source_b, tmem_b = self._scales_to_tmem(operands[3], tCtSFB)
         all_mask = None
@@ -393,24 +363,21 @@ class Sm100GroupedGemm:
             acc_full, acc_empty, phase = self.acc_barriers(bars, count)
             cute.arch.mbarrier_wait(acc_empty, phase ^ 1)
             tCtAcc = tCtAccs[(None, None, None, count & 1)]
+            tile = self.plan.tile(c, work, rank)
+            # a tile of fewer than 128 rows begins inside a scale tile: 4 scales a column of 32 rows
+            sfb_shift = self.plan.sfb_row(tile) % 128 // 32 * 4
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 s, ab_phase = step % c.stages, (step // c.stages) & 1
                 cute.arch.mbarrier_wait(bars + s, ab_phase)
                 s2t = (None, None, None, None, s)
                 cute.copy(copy_a, source_a[s2t], tmem_a)
                 cute.copy(copy_b, source_b[s2t], tmem_b)
-                for k_block in cutlass.range_constexpr(tiler[2] // 64):
-                    sf = (None, None, k_block)
-                    sfb = tCtSFB[sf].iterator
-                    if cutlass.const_expr(c.tile_n == 64):
-                        # the second half of a 128-row scale tile: two columns of four scales each
-                        sfb = sfb + (work.n_tile & 1) * 8
-                    accumulate = k_tile > 0 if cutlass.const_expr(k_block == 0) else True
-                    mma.set(tcgen05.Field.ACCUMULATE, accumulate)
-                    mma.set(tcgen05.Field.SFA, tCtSFA[sf].iterator)
-                    mma.set(tcgen05.Field.SFB, sfb)
-                    crd = (None, None, k_block, s)
-                    cute.gemm(mma, tCtAcc, tCrA[crd], tCrB[crd], tCtAcc)
+                if cutlass.const_expr(len(columns) == 1):
+                    self.multiply(columns[0], tCtAcc, fragments, sfb_shift, k_tile, s)
+                else:
+                    for i in cutlass.range_constexpr(len(columns)):
+                        if tile.boxes == i + 1:
+                            self.multiply(columns[i], tCtAcc, fragments, sfb_shift, k_tile, s)
                 with cute.arch.elect_one():
                     tcgen05.commit(bars + c.stages + s, all_mask, self.cta_group)
                 step += 1
@@ -419,6 +386,23 @@ class Sm100GroupedGemm:
             count += 1
             item += self.item_step()
             work = self.next_work(walk, item)
+
+    @cute.jit
+    def multiply(self, n: cutlass.Constexpr, tCtAcc, fragments, sfb_shift, k_tile, stage):
+        """The MMAs of one K tile, of ``n`` columns each."""
+        tCrA, tCrB, tCtSFA, tCtSFB = fragments
+        mma = self._mma(self.cta_group, self.tiler[0], n)
+        for k_block in cutlass.range_constexpr(self.tiler[2] // 64):
+            sf = (None, None, k_block)
+            sfb = tCtSFB[sf].iterator
+            if cutlass.const_expr(self.config.tile_n < 128):
+                sfb = sfb + sfb_shift
+            accumulate = k_tile > 0 if cutlass.const_expr(k_block == 0) else True
+            mma.set(tcgen05.Field.ACCUMULATE, accumulate)
+            mma.set(tcgen05.Field.SFA, tCtSFA[sf].iterator)
+            mma.set(tcgen05.Field.SFB, sfb)
+            crd = (None, None, k_block, stage)
+            cute.gemm(mma, tCtAcc, tCrA[crd], tCrB[crd], tCtAcc)
 
     @cute.jit
     def acc_barriers(self, bars, count):
@@ -433,10 +417,10 @@ class Sm100GroupedGemm:
     @cute.jit
     def epilogue_loop(self, tmem, bars, args, walk):
         """TMEM -> registers, ``width`` columns at a time; thread t of the CTA owns accumulator row
-        t.
-        """
-        c, tiler, width = self.config, self.tiler, self.epilogue.width
-        mma, _ = self._tiled_mmas()
+        t."""
+        c, plan = self.config, self.plan
+        width = plan.width(self.epilogue)
+        mma, _ = self.tiled_mmas()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         tid = cute.arch.thread_idx()[0]
         tCtAccs = self._tmem_tensors(mma, tmem)[0]
@@ -449,16 +433,17 @@ class Sm100GroupedGemm:
         rAcc = cute.make_rmem_tensor(((width, 1), 1, 1), Float32)
         values = cute.make_tensor(rAcc.iterator, cute.make_layout(width))
         leader = rank // c.ctas * c.ctas
-        num_steps = tiler[1] // width
-        # steps after which the columns that the next accumulator uses are in registers
-        release_after = -(-c.sf_columns // width) if c.overlapped else num_steps
+        lane_row = rank % c.ctas * 128 + tid
         count = Int32(0)
         item = self.first_item()
         work = self.next_work(walk, item)
         while work.found:
             acc_full, acc_empty, phase = self.acc_barriers(bars, count)
-            row = work.row0 + rank * 128 + tid
-            sf_row = work.sf_row0 + rank * 128 + tid
+            tile = plan.tile(c, work, rank)
+            where = (work, tile, lane_row, walk[1].n)
+            num_steps = plan.steps(c, self.epilogue, tile)
+            # steps after which the columns that the next accumulator uses are in registers
+            release_after = -(-c.sf_columns // width) if c.overlapped else num_steps
             cute.arch.mbarrier_wait(acc_full, phase)
             for i in cutlass.range(num_steps, unroll=1):
                 j = i
@@ -468,10 +453,7 @@ class Sm100GroupedGemm:
                 cute.copy(tmem_copy, tTR[(None, None, None, 0, j, count & 1)], rAcc)
                 if i == release_after - 1:
                     self.release_accumulator(acc_empty, leader)
-                col = work.n_tile * c.tile_n + j * width
-                if row < work.end and col < walk[1].n:
-                    place = Place(work.expert, row, sf_row, col, walk[1].n)
-                    self.epilogue.store_row(args, values, place)
+                plan.store(self.epilogue, args, values, where, j)
             count += 1
             item += self.item_step()
             work = self.next_work(walk, item)
@@ -485,10 +467,3 @@ class Sm100GroupedGemm:
                 cute.arch.mbarrier_arrive(acc_empty)
             else:
                 cute.arch.mbarrier_arrive(acc_empty, leader)
-
-
-def partition(atom: Any, coord: Any, layout: Any, s: cute.Tensor, g: cute.Tensor) -> tuple:
-    """TMA views of shared and global memory, the MMA modes of both grouped."""
-    return cpasync.tma_partition(
-        atom, coord, layout, cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3)
-    )

@@ -1,11 +1,14 @@
-"""Where the rows of A come from. A load is a frozen dataclass (its repr is part of the kernel's
+"""Where the operands come from. A load is a frozen dataclass (its repr is part of the kernel's
 key).
 
-    make_atoms(gemm, args, k, stage_layouts, mma, vmnk)   host side of the trace: TMA atoms of A and
-                                                          SFA
-    copy_fn(...) -> copy of A, copy of SFA                device: both (k_tile, stage, barrier); the
-                                                          first is called by every load warp, the
-                                                          second by one
+    make_atoms(gemm, side, args, shape, stage)  host side of the trace: ((TMA atom, view) of the
+                                                codes, the same of the scales)
+    copy_fn(gemm, side, what, smem, args, tile) device: (copy of codes, copy of scales), both called
+                                                with (k_tile, stage, barrier); the first by every
+                                                load warp, the second by one
+
+Codes that are gathered, and the few rows of a decode tile, arrive in boxes of rows: the image of
+an operand in shared memory is 128-byte rows under one swizzle, so that any 8 rows are contiguous.
 """
 
 from __future__ import annotations
@@ -15,12 +18,42 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.compile import Ptr
+from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
+
+GATHER_WARPS = 4
+
+
+class WeightArgs(NamedTuple):
+    """Codes (E, N, K/2) and scales SWIZZLE_32_4_4 per expert."""
+
+    data: Any
+    scale: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTiles:
+    """Weights (E, N, K), one map for all experts."""
+
+    warps = 1
+
+    def make_atoms(self, gemm, side, args, shape, stage) -> tuple:
+        n, k, _ = shape
+        # codes of an expert: n * k, which is over 2^31 for all experts of a large layer
+        pitch = cute.assume(Int64(n) * Int64(k), 512)
+        tensor = cute.make_tensor(args.data, cute.make_layout(shape, stride=(k, 1, pitch)))
+        return side.code_atom(gemm, tensor, stage), side.scale_atom(gemm, args.scale, shape, stage)
+
+    def copy_fn(self, gemm, side, what, smem, args, tile) -> tuple:
+        codes, scales = what
+        return (
+            side.code_copy(gemm, *codes, smem[side.index], tile.weights),
+            side.scale_copy(gemm, *scales, smem[2 + side.index], tile.weights),
+        )
 
 
 class RowArgs(NamedTuple):
@@ -34,7 +67,7 @@ class RowArgs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ContiguousRows:
-    """Expert-major rows (R, K/2), loaded as tiles."""
+    """Expert-major rows (R, K/2), loaded as tiles; a decode tile in boxes, as many as it needs."""
 
     warps = 1
     name = "rows"
@@ -46,20 +79,46 @@ class ContiguousRows:
     def device_args(self, args: RowArgs) -> None:
         return None
 
-    def make_atoms(self, gemm, args, k, stage, mma, vmnk) -> tuple:
+    def make_atoms(self, gemm, side, args, shape, stage) -> tuple:
+        k = shape[1]
+        scales = side.scale_atom(gemm, args.scale, (args.scale_rows, k, 1), stage)
+        if gemm.config.decode:
+            mA = cute.make_tensor(args.data, cute.make_layout((args.rows, k), stride=(k, 1)))
+            layout = box_image(gemm, side, stage, DECODE_STEP)
+            box = (DECODE_STEP, gemm.tiler[2])
+            op = side.load_op(gemm, 1)
+            return cpasync.make_tiled_tma_atom(op, mA, layout, box), scales
         mA = cute.make_tensor(args.data, cute.make_layout((args.rows, k, 1), stride=(k, 1, 0)))
-        op = cpasync.CopyBulkTensorTileG2SOp(gemm.cta_group)
-        a = cute.nvgpu.make_tiled_tma_atom_A(op, mA, stage[0], gemm.tiler, mma, vmnk.shape)
-        return a, scale_atom(gemm, args, k, stage[2], mma, vmnk)
+        return side.code_atom(gemm, mA, stage), scales
 
-    def copy_fn(self, gemm, atoms, tensors, operands, args, row0, sf_row0):
-        """Rows row0 : row0 + 128 * ctas of A and their scales, for this CTA of the pair."""
-        sA, gA = tile_views(gemm, atoms[0], tensors[0], row0, operands[0])
+    def copy_fn(self, gemm, side, what, smem, args, tile) -> tuple:
+        codes, scales = what
+        copy_scales = side.scale_copy(gemm, *scales, smem[2 + side.index], tile.rows)
+        if gemm.config.decode:
+            return self.box_copy(gemm, side, codes, smem[side.index], tile), copy_scales
+        return side.code_copy(gemm, *codes, smem[side.index], tile.rows), copy_scales
+
+    def box_copy(self, gemm, side, codes, s, tile) -> Any:
+        """Boxes of DECODE_STEP rows up to the last row of the tile."""
+        atom, tensor = codes
+        moved = cute.domain_offset((tile.rows.row, 0), tensor)
+        gA = cute.local_tile(moved, (DECODE_STEP, gemm.tiler[2]), (None, None))
+        sA = cute.make_tensor(s.iterator, box_layout(gemm, side, DECODE_STEP, whole=True))
+        # (TMA, BOX, STAGE), (TMA, REST_ROWS, REST_K)
+        sA, gA = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
+        )
 
         def copy(k_tile, stage, barrier):
-            cute.copy(atoms[0], gA[(None, k_tile)], sA[(None, stage)], tma_bar_ptr=barrier)
+            copy_boxes(atom, gA[(None, None, k_tile)], sA[(None, None, stage)], barrier, tile.boxes)
 
-        return copy, scale_copy_fn(gemm, atoms[1], tensors[1], operands[2], sf_row0)
+        return copy
+
+
+@cute.jit
+def copy_boxes(atom, source, destination, barrier, boxes):
+    for b in cutlass.range(boxes, unroll=1):
+        cute.copy(atom, source[(None, b)], destination[(None, b)], tma_bar_ptr=barrier)
 
 
 class GatherArgs(NamedTuple):
@@ -73,17 +132,15 @@ class GatherArgs(NamedTuple):
     scale_rows: Any
 
 
-GATHER_ROWS = 32  # rows of one load warp; their indices stay in its registers for a whole tile
-
-
 @dataclasses.dataclass(frozen=True)
 class GatheredRows:
-    """Row r of A is token row_token[r], fetched by TMA gather4; a negative index loads zeros.
+    """Row r is token row_token[r], fetched by TMA gather4; a negative index loads zeros.
 
-    Four load warps of 32 rows each: eight gathers a warp and K tile. Scales are per routed row.
+    Four load warps; the indices of a warp's rows stay in its registers for a whole tile. Pairs that
+    work on the same rows gather a part each and multicast it. Scales are per routed row.
     """
 
-    warps = 4
+    warps = GATHER_WARPS
     name = "gather"
 
     @property
@@ -94,86 +151,91 @@ class GatheredRows:
     def device_args(self, args: GatherArgs) -> tuple:
         return args.row_token, args.rows
 
-    def make_atoms(self, gemm, args, k, stage, mma, vmnk) -> tuple:
+    def warp_rows(self, gemm, side) -> int:
+        return side.cta_rows(gemm) // GATHER_WARPS
+
+    def box(self, gemm, side) -> int:
+        """Rows that one warp of one CTA gathers."""
+        return self.warp_rows(gemm, side) // gemm.config.columns
+
+    def make_atoms(self, gemm, side, args, shape, stage) -> tuple:
+        k = shape[1]
         mX = cute.make_tensor(args.data, cute.make_layout((args.tokens, k), stride=(k, 1)))
         index = cute.make_layout((args.rows, k), stride=(1, 0))
         mI = cute.make_tensor(args.row_token, index)
-        tile_k = gemm.config.tile_k
-        op = cpasync.CopyBulkTensor2DGather4G2SOp(gemm.cta_group)
-        layout = cute.make_composed_layout(stage[0].inner, 0, self.smem_layout(gemm))
-        a = cpasync.make_tiled_tma_atom(op, mX, layout, (GATHER_ROWS, tile_k), gmem_coord_tensor=mI)
-        return a, scale_atom(gemm, args, k, stage[2], mma, vmnk)
+        if gemm.config.columns > 1:
+            op = cpasync.CopyBulkTensor2DGather4G2SMulticastOp(gemm.cta_group)
+        else:
+            op = cpasync.CopyBulkTensor2DGather4G2SOp(gemm.cta_group)
+        box = self.box(gemm, side)
+        layout = box_image(gemm, side, stage, box)
+        codes = cpasync.make_tiled_tma_atom(
+            op, mX, layout, (box, gemm.tiler[2]), gmem_coord_tensor=mI
+        )
+        return codes, side.scale_atom(gemm, args.scale, (args.scale_rows, k, 1), stage)
 
-    def smem_layout(self, gemm, stages: int = 0):
-        """The MMA's image of A, 32 rows of it, before its swizzle: (32, (64, K/64)[, STAGE])."""
-        tile_k = gemm.config.tile_k
-        shape, stride = (GATHER_ROWS, (64, tile_k // 64)), (tile_k, (1, 64))
-        if stages:
-            shape, stride = (*shape, stages), (*stride, 128 * tile_k)
-        return cute.make_layout(shape, stride=stride)
-
-    def copy_fn(self, gemm, atoms, tensors, operands, args, row0, sf_row0):
-        row_token, rows = args
-        tile_k = gemm.config.tile_k
+    def copy_fn(self, gemm, side, what, smem, args, tile) -> tuple:
+        (atom, tensor), scales = what
+        c, box, tile_k = gemm.config, self.box(gemm, side), gemm.tiler[2]
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - gemm.first_load_warp
-        first = row0 + (rank % gemm.config.ctas) * 128 + warp * GATHER_ROWS
-        rI = cute.make_rmem_tensor(GATHER_ROWS, Int32)
-        for i in range(GATHER_ROWS):
-            at = cutlass.min(first + i, rows - 1)  # rows past the last are loaded, never stored
-            rI[i] = ptx.load_i32(row_token.toint() + Int64(at) * 4)
-        k_tiles = cute.size(tensors[0], mode=[1]) // tile_k
-        index = cute.make_tensor(
-            rI.iterator, cute.make_layout((GATHER_ROWS, tile_k, k_tiles), stride=(1, 0, 0))
-        )
-        gX = cute.local_tile(tensors[0], (GATHER_ROWS, tile_k), (0, None))
-        part = GATHER_ROWS * tile_k  # codes of this warp's rows
-        sA = cute.make_tensor(
-            operands[0].iterator + cute.assume(warp * part, part),
-            self.smem_layout(gemm, gemm.config.stages),
-        )
+        # of the rows of this CTA: those of this warp, and of these the part of this column
+        part = warp * self.warp_rows(gemm, side) + rank // (c.ctas * c.pairs) * box
+        first = tile.rows.row + rank % c.ctas * side.cta_rows(gemm) + part
+        rI = load_indices(args, first, box)
+        k_tiles = cute.size(tensor, mode=[1]) // tile_k
+        layout = cute.make_layout((box, tile_k, k_tiles), stride=(1, 0, 0))
+        index = cute.make_tensor(rI.iterator, layout)
+        gX = cute.local_tile(tensor, (box, tile_k), (0, None))
+        start = cute.assume(part * tile_k, box * tile_k)
+        sA = cute.make_tensor(smem[side.index].iterator + start, box_layout(gemm, side, box))
         sA, gX, gI = cpasync.tma_partition(
-            atoms[0],
+            atom,
             0,
             cute.make_layout(1),
             cute.group_modes(sA, 0, 2),
             [cute.group_modes(gX, 0, 2), cute.group_modes(index, 0, 2)],
         )
+        mask = gemm.column_mask(rank) if c.columns > 1 else None
 
         def copy(k_tile, stage, barrier):
             source = [gX[(None, k_tile)], gI[(None, k_tile)]]
-            cute.copy(atoms[0], source, sA[(None, stage)], tma_bar_ptr=barrier)
+            if c.decode:
+                copy_if(warp < tile.boxes, atom, source, sA[(None, stage)], barrier)
+            else:
+                cute.copy(atom, source, sA[(None, stage)], tma_bar_ptr=barrier, mcast_mask=mask)
 
-        return copy, scale_copy_fn(gemm, atoms[1], tensors[1], operands[2], sf_row0)
-
-
-def scale_atom(gemm, args, k, stage_layout, mma, vmnk) -> Any:
-    """TMA atom of the rows' scales, each expert's rows starting at a multiple of 128."""
-    layout = blockscaled.tile_atom_to_shape_SF((args.scale_rows, k, 1), 16)
-    mSFA = cute.make_tensor(args.scale, layout)
-    op = cpasync.CopyBulkTensorTileG2SOp(gemm.cta_group)
-    make = cute.nvgpu.make_tiled_tma_atom_A
-    return make(op, mSFA, stage_layout, gemm.tiler, mma, vmnk.shape, internal_type=cutlass.Int16)
+        return copy, side.scale_copy(gemm, *scales, smem[2 + side.index], tile.rows)
 
 
-def tile_views(gemm, atom, tensor, start, s) -> tuple:
-    """(TMA, STAGE) of shared memory and (TMA, REST_K) of the tile whose first row is ``start``."""
-    mma, _ = gemm._tiled_mmas()
-    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-    part = mma.get_slice(rank % gemm.config.ctas)
-    moved = cute.domain_offset((start, 0, 0), tensor)
-    tile = cute.local_tile(moved, (gemm.tiler[0], gemm.tiler[2]), (0, None, 0))
-    g = part.partition_A(tile)  # (MMA, MMA_M, MMA_K, REST_K)
-    one = cute.make_layout(1)
-    return cpasync.tma_partition(atom, 0, one, cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3))
+def load_indices(args: tuple, first: Any, count: int) -> cute.Tensor:
+    """row_token[first : first + count] in registers."""
+    row_token, rows = args
+    rI = cute.make_rmem_tensor(count, Int32)
+    for i in range(count):
+        at = cutlass.min(first + i, rows - 1)  # rows past the last are loaded, never stored
+        rI[i] = ptx.load_i32(row_token.toint() + Int64(at) * 4)
+    return rI
 
 
-def scale_copy_fn(gemm, atom, tensor, s, sf_row0) -> Any:
-    """copy(k_tile, stage, barrier) of the rows' scales; sf_row0 counts padded rows."""
-    s, g = tile_views(gemm, atom, tensor, sf_row0, s)
-    s, g = cute.filter_zeros(s), cute.filter_zeros(g)
+@cute.jit
+def copy_if(wanted, atom, source, destination, barrier):
+    if wanted:
+        cute.copy(atom, source, destination, tma_bar_ptr=barrier)
 
-    def copy(k_tile, stage, barrier):
-        cute.copy(atom, g[(None, k_tile)], s[(None, stage)], tma_bar_ptr=barrier)
 
-    return copy
+def box_layout(gemm, side, box: int, whole: bool = False) -> cute.Layout:
+    """A box in the MMA's image of its operand, before the swizzle: (box, (64, K/64), STAGE), or
+    with ``whole`` all boxes of a stage: (box, (64, K/64), BOX, STAGE). Strides in codes."""
+    tile_k, rows, stages = gemm.tiler[2], side.cta_rows(gemm), gemm.config.stages
+    shape: tuple = (box, (64, tile_k // 64))
+    stride: tuple = (tile_k, (1, 64))
+    if whole:
+        shape, stride = (*shape, rows // box), (*stride, box * tile_k)
+    return cute.make_layout((*shape, stages), stride=(*stride, rows * tile_k))
+
+
+def box_image(gemm, side, stage, box: int) -> cute.ComposedLayout:
+    """Swizzled image of one box of one stage: (box, (64, K/64))."""
+    one = cute.slice_(box_layout(gemm, side, box), (None, None, 0))
+    return cute.make_composed_layout(stage[side.index].inner, 0, one)

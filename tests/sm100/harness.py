@@ -16,7 +16,10 @@ from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
 from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
 from cute_kernels.torch_math import TORCH_MATH
 
-GUARD = 4096  # poisoned elements in front of and behind every output
+GUARD = 4096  # poisoned elements in front of and behind every buffer
+NAN = float("nan")
+BAD_INDEX = 1 << 30
+BAD_CODES = 0x77  # 6 twice: E2M1 has no NaN, but the largest code with a NaN scale is one
 
 
 @dataclass(frozen=True)
@@ -37,26 +40,46 @@ class Data:
     def __init__(self, problem: Problem) -> None:
         p, g = problem, torch.Generator().manual_seed(problem.seed)
         self.problem = problem
+        self.inputs: list[tuple[Tensor, Tensor]] = []  # (buffer with its guards, what it held)
         experts, rows = len(p.counts), sum(p.counts)
         counts = torch.tensor(p.counts)
-        self.offsets = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+        self.offsets = self.guard(torch.cat((torch.zeros(1), counts.cumsum(0))).int(), -1)
         tokens = max(rows // 2, 1) if p.gathered else rows
         self.tokens = nvfp4.quantize(torch.randn(tokens, p.k, generator=g))
+        self.token_data = self.guard(self.tokens.data, BAD_CODES)
+        self.token_scale = self.guard(self.tokens.global_scale, NAN)
         index = torch.arange(rows)
         if p.gathered:
             index = torch.randint(0, tokens, (rows,), generator=g)
-        self.row_token = index.int()
+        self.row_token = self.guard(index.int(), BAD_INDEX)
         scales = self.tokens.scale.view(torch.uint8)[index]
-        self.gx = self.tokens.global_scale[index]
-        self.rows = self.tokens.data[index].contiguous()
-        self.scale = self._poisoned_scales(scales)
+        self.gx = self.guard(self.tokens.global_scale[index], NAN)
+        self.rows = self.guard(self.tokens.data[index], BAD_CODES)
+        self.scale = self.guard(self._poisoned_scales(scales), nvfp4.UE4M3_NAN)
         weights = torch.randn(experts, p.n, p.k, generator=g)
         self.w = nvfp4.quantize(weights, "per_tensor", nvfp4.SWIZZLE_32_4_4)
+        self.w_data = self.guard(self.w.data, BAD_CODES)
+        self.w_scale = self.guard(self.w.scale.view(torch.uint8), nvfp4.UE4M3_NAN)
         self.expert = torch.repeat_interleave(torch.arange(experts), counts)
         exact = nvfp4.Nvfp4Tensor(self.rows, scales, torch.ones(()))
         a, b = nvfp4.decode(exact, torch.float64), nvfp4.decode(self.w, torch.float64)
         self.acc = torch.cat([a[self.expert == e] @ b[e].t() for e in range(experts)]).float()
-        self.bias = torch.randn(experts, p.n, generator=g) if p.biased else None
+        self.bias = None
+        if p.biased:
+            self.bias = self.guard(torch.randn(experts, p.n, generator=g), NAN)
+
+    def guard(self, tensor: Tensor, poison: float) -> Tensor:
+        """A copy in the middle of a poisoned buffer, which must stay as it is."""
+        copy, whole = guarded(tuple(tensor.shape), tensor.dtype, poison)
+        copy.copy_(tensor)
+        self.inputs.append((whole, whole.clone()))
+        return copy
+
+    def assert_inputs_intact(self) -> None:
+        for now, before in self.inputs:
+            assert torch.equal(now.view(torch.uint8), before.view(torch.uint8)), (
+                "the kernel wrote into or around an input"
+            )
 
     def _poisoned_scales(self, scales: Tensor) -> Tensor:
         """Grouped scales whose padding rows are NaN: they must reach no result."""
@@ -71,7 +94,7 @@ class Data:
     def load_arguments(self) -> list[int]:
         if self.problem.gathered:
             return [
-                self.tokens.data.data_ptr(), self.scale.data_ptr(), self.row_token.data_ptr(),
+                self.token_data.data_ptr(), self.scale.data_ptr(), self.row_token.data_ptr(),
                 self.tokens.data.shape[0], len(self.row_token), self.scale.shape[0],
             ]  # fmt: skip
         return [self.rows.data_ptr(), self.scale.data_ptr(), len(self.rows), self.scale.shape[0]]
@@ -80,13 +103,14 @@ class Data:
         load = GatheredRows() if self.problem.gathered else ContiguousRows()
         kernel = compiler.load(Sm100GroupedGemm(load, epilogue, config), "sm_100a")
         p = self.problem
-        weights = [self.w.data.data_ptr(), self.w.scale.data_ptr(), self.offsets.data_ptr()]
+        weights = [self.w_data.data_ptr(), self.w_scale.data_ptr(), self.offsets.data_ptr()]
         clusters = max(4 // config.cluster, 2)
         with sim.Simulator(**schedule) as s:
             kernel(
                 *self.load_arguments(), *weights, *outputs,
                 len(p.counts), p.n, p.k, clusters, 0,
             )  # fmt: skip
+        self.assert_inputs_intact()
         return s.launches[0]
 
 
@@ -95,6 +119,10 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, poison: float) -> tuple[
     size = int(torch.tensor(shape).prod())
     whole = torch.full((size + 2 * GUARD,), poison, dtype=dtype)
     return whole[GUARD : GUARD + size].view(shape), whole
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def assert_guard_intact(whole: Tensor, poison: float) -> None:
@@ -110,7 +138,7 @@ def store_rows(
     p = data.problem
     torch_type = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
     out, whole = guarded((sum(p.counts), p.n), torch_type[dtype], float("nan"))
-    alpha = torch.linspace(0.5, 1.5, len(p.counts))
+    alpha = data.guard(torch.linspace(0.5, 1.5, len(p.counts)), NAN)
     arguments = [out.data_ptr(), alpha.data_ptr(), data.gx.data_ptr()]
     want = data.acc * (data.gx * alpha[data.expert]).unsqueeze(1)
     if data.bias is not None:
@@ -133,9 +161,9 @@ def activation_quantize(
     codes, whole = guarded((rows, inter // 2), torch.uint8, 0xA5)
     shape = (nvfp4.grouped_scale_rows(rows, experts), -(-inter // 64) * 4)
     scale, scale_whole = guarded(shape, torch.uint8, nvfp4.UE4M3_NAN)
-    g13 = torch.linspace(1e-4, 9e-4, experts * parts).reshape(experts, parts)
-    gh = torch.linspace(1e-4, 8e-4, experts)
-    gx = data.tokens.global_scale if p.gathered else data.gx
+    g13 = data.guard(torch.linspace(1e-4, 9e-4, experts * parts).reshape(experts, parts), NAN)
+    gh = data.guard(torch.linspace(1e-4, 8e-4, experts), NAN)
+    gx = data.token_scale if p.gathered else data.gx
     arguments = [codes.data_ptr(), scale.data_ptr(), g13.data_ptr(), gx.data_ptr()]
     arguments += [data.row_token.data_ptr()] if p.gathered else []
     arguments.append(gh.data_ptr())
