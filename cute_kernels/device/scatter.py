@@ -16,8 +16,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
 from cute_kernels.compile import Ptr
+from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
-from cute_kernels.device.epilogues import row_alpha
+from cute_kernels.device.epilogues import column_bias, lane_scale, row_alpha, scaled_alpha
 
 
 class ScatterArgs(NamedTuple):
@@ -83,6 +84,34 @@ class ScatterAdd:
                     bias = args.bias.toint() + at * 4
                     part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
                 self.add(base + 16 * i, self.addends(part, weight))
+
+    @cute.jit
+    def store_col(self, args, values, place, count):
+        """Consecutive lanes add to consecutive columns: whole sectors again."""
+        lane = cute.arch.lane_idx()
+        alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
+        scales = lane_scale(place, args.row_scale, None, count)
+        if cutlass.const_expr(self.biased):
+            bias = column_bias(args.bias, place)
+        row = Int64(place.row + cutlass.min(lane, count - 1))
+        tokens = ptx.load_i32(args.row_token.toint() + row * 4)
+        if cutlass.const_expr(self.weighted):
+            weights = ptx.load_f32(args.row_weight.toint() + row * 4)
+        for j in cutlass.range_constexpr(DECODE_STEP):
+            value = ptx.mul(values[j], scaled_alpha(alpha, scales, j))
+            if cutlass.const_expr(self.biased):
+                value = ptx.add(value, bias)
+            value = (ptx.pack_bf16x2(value, value) << 16).bitcast(Float32)
+            if cutlass.const_expr(self.weighted):
+                value = ptx.mul(cute.arch.shuffle_sync(weights, j), value)
+            token = cute.arch.shuffle_sync(tokens, j)
+            other = cute.arch.shuffle_sync_bfly(value, 1)  # the next column's, for even lanes
+            if j < count and place.col < place.n:
+                at = Int64(token) * place.n + place.col
+                if cutlass.const_expr(self.dtype == "Float32"):
+                    ptx.reduce_f32(args.y.toint() + at * 4, value)
+                elif lane % 2 == 0:
+                    ptx.reduce_bf16x2(args.y.toint() + at * 2, ptx.pack_bf16x2(value, other))
 
     def addends(self, part, weight):
         """What a token gets: the bf16 rounding of each value, weighted."""
