@@ -56,6 +56,7 @@ class MBarrier:
 
     def complete_tx(self, tx: int) -> None:
         """complete-tx: `tx` bytes have arrived."""
+        self._traced()
         self.memory.arrive(self.cta.launch)
         self.expect(-tx)
         self._advance()
@@ -68,10 +69,16 @@ class MBarrier:
                 "a wrong count at init"
             )
             count = self.pending
+        self._traced()
         self.memory.arrive(self.cta.launch)
         self.expected -= drop
         self.pending -= count
         self._advance()
+
+    def _traced(self) -> None:
+        trace = self.cta.launch.sim.trace
+        if trace is not None:
+            trace.arrival(self)
 
     def _advance(self) -> None:
         if self.pending or self.tx > 0:
