@@ -1,4 +1,4 @@
-"""The event stream of a simulated launch: what each warp did, in its order, and what waited for what.
+"""The event stream of a simulated launch: what each warp did, in order, and what waited for what.
 
 A `Recorder` stands in for the simulator's trace and keeps, per warp, its synchronising and
 asynchronous instructions with the number of ordinary instructions before each. A wait names the
@@ -26,7 +26,7 @@ class Op:
     """One asynchronous operation.
 
     unit      load, store, mma, cp, commit, cp.async, cp.arrive
-    size      bytes read from or written to global memory; for an MMA its N, for cp the bytes of one CTA
+    size      bytes of global memory; for an MMA its N, for cp the bytes of one CTA
     copies    destination CTAs of a load, CTAs of an MMA
     box       identity of what a load reads, equal for equal boxes
     arrivals  what its completion signals
@@ -70,10 +70,11 @@ class Stream:
     warps: list[list[Event]] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     totals: dict[str, int] = field(default_factory=dict)
+    mufu_per_kb: float = 0.0  # special-function warp instructions per 1024 bytes of tcgen05.ld
 
     def save(self, path: str | Path) -> None:
         """Writes gzipped JSON."""
-        Path(path).write_bytes(gzip.compress(json.dumps(asdict(self)).encode(), 1))
+        Path(path).write_bytes(gzip.compress(json.dumps(asdict(self)).encode(), 1, mtime=0))
 
     @staticmethod
     def load(path: str | Path) -> Stream:
@@ -81,12 +82,20 @@ class Stream:
         raw = json.loads(gzip.decompress(Path(path).read_bytes()))
         raw["ops"] = [Op(**op) for op in raw["ops"]]
         raw["warps"] = [[Event(**event) for event in warp] for warp in raw["warps"]]
+        raw["places"] = [tuple(place) for place in raw["places"]]
         for op in raw["ops"]:
             op.box = tuple(op.box)
+            op.arrivals = [tuple(a) for a in op.arrivals]
+        for event in (event for warp in raw["warps"] for event in warp):
+            event.args = tuple(event.args)
+            event.arrivals = [tuple(a) for a in event.arrivals]
         return Stream(**raw)
 
 
-_GROUP_OPS = {"cp.async.bulk.commit_group": "commit_group", "cp.async.bulk.wait_group": "wait_group"}
+_GROUP_OPS = {
+    "cp.async.bulk.commit_group": "commit_group",
+    "cp.async.bulk.wait_group": "wait_group",
+}
 
 
 class Recorder(Trace):
@@ -167,6 +176,7 @@ class Recorder(Trace):
         dims = launch.cluster_dims
         self.streams.append(Stream(str(launch.name), dims[0] * dims[1] * dims[2]))
         self._counters = self.simulator.counters
+        self.streams[-1].mufu_per_kb = mufu_per_kb(launch.instrs)
         self._numbers: dict[int, int] = {}
         self._keep: list[Any] = []
         self._indices: dict[Any, int] = {}
@@ -250,6 +260,21 @@ class Recorder(Trace):
         cta, offset = target(warp, address(warp, instr.operands[1], lane), 8, 8)
         return "wait", (self._barrier(cta, offset), cta.barriers[offset].generation - 1)
 
+
+def mufu_per_kb(instrs: list[Any]) -> float:
+    """ex2, rcp, ... in the text of a kernel per 1024 bytes that its tcgen05.ld read: what executes
+    when both stand in the same loop."""
+    special = sum(i.base in _MUFU and "f32" in i.mods for i in instrs)
+    read = 0
+    for i in instrs:
+        if i.base == "tcgen05" and i.mods[0] == "ld":
+            repeat = next(int(m[1:]) for m in i.mods if m[0] == "x" and m[1:].isdigit())
+            read += repeat * _LD_BYTES[next(m for m in i.mods if m in _LD_BYTES)]
+    return 1024 * special / read if read else 0.0
+
+
+_MUFU = {"ex2", "rcp", "lg2", "rsqrt", "sqrt", "tanh", "sin", "cos"}
+_LD_BYTES = {"32x32b": 128, "16x64b": 128, "16x128b": 256, "16x256b": 512, "16x32bx2": 128}
 
 _UNITS = {"load": "load", "bulk load": "load", "store": "store", "reduce": "store"}
 _UNITS |= {"bulk store": "store", "bulk reduce": "store", "cp.async arrive": "cp.arrive"}

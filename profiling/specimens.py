@@ -71,20 +71,20 @@ class Specimen:
 
 
 def _sources(source: str) -> str:
-    """What the stream of a specimen depends on besides its fields."""
-    parts = ["profiling/events.py", "tests/conformance/specimens.py"]
-    if source == "ours":
-        parts[1] = "profiling/specimens_own.py"
-    parts += ["cute_kernels/sm100", "cute_kernels/device", "cute_kernels/config.py"]
+    """What the stream of our kernels depends on besides the fields; peers do not change."""
+    if source != "ours":
+        return ""
     digest = hashlib.sha256()
-    for part in parts if source == "ours" else parts[:2]:
-        path = ROOT / part
+    for part in ("sm100", "device", "config.py"):
+        path = ROOT / "cute_kernels" / part
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def collect(specimens: Iterable[Specimen], folder: Path, peers_python: str | None) -> list[Specimen]:
+def collect(
+    specimens: Iterable[Specimen], folder: Path, peers_python: str | None
+) -> list[Specimen]:
     """Records what is missing, each kind in its interpreter; returns the specimens that have a
     stream: without ``peers_python`` the peers that were recorded before."""
     folder.mkdir(parents=True, exist_ok=True)

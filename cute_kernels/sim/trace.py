@@ -86,8 +86,8 @@ class Trace:
         )  # fmt: skip
 
     def arrival(self, barrier: Any) -> None:
-        """Arrivals or bytes reach an mbarrier, in its phase ``barrier.generation``. The cause is the
-        operation of the last `async_op`, or the warp of the last `run` if that came later."""
+        """Arrivals or bytes reach an mbarrier, in its phase ``barrier.generation``. The cause is
+        the operation of the last `async_op`, or the warp of the last `run` if that came later."""
 
     def block(self, warp: Any, instr: Any, why: str) -> None:
         self._blocked.setdefault(
