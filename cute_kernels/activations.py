@@ -128,34 +128,51 @@ class ReLU2(Activation):
 BUILT_IN: dict[str, type[Activation]] = {c.__name__: c for c in (SwiGLU, SwiGLUOAI, GeGLU, ReLU2)}
 
 
-@functools.cache
-def spec(activation: Activation) -> str:
+def spec(activation: Activation) -> tuple[str, list[float]]:
     """What `from_spec` turns back into an equal object: an operator's arguments are strings and
-    numbers. Raises ValueError for a class that cannot be imported by name."""
+    numbers. Numbers are apart, since a traced program may not know their values. Raises ValueError
+    for a class that cannot be imported by name."""
     cls = type(activation)
     if "<locals>" in cls.__qualname__:
         raise ValueError(
             f"{cls.__qualname__} is defined inside a function and cannot be found by name, as the "
             "kernels need: define it at the top level of a module"
         )
-    fields = {f.name: getattr(activation, f.name) for f in dataclasses.fields(activation)}
-    return f"{cls.__module__}:{cls.__qualname__}:{fields!r}"
+    kinds, numbers = {}, []
+    for field in dataclasses.fields(activation):
+        value = getattr(activation, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            kinds[field.name] = ("int" if isinstance(value, int) else "float", None)
+            numbers.append(float(value))
+        else:
+            kinds[field.name] = ("literal", value)
+    return f"{cls.__module__}:{cls.__qualname__}:{kinds!r}", numbers
 
 
 @functools.cache
-def from_spec(text: str) -> Activation:
-    """Inverse of `spec`. Raises ValueError for a field that is no plain literal."""
-    module, name, fields = text.split(":", 2)
-    cls: Any = importlib.import_module(module)
+def class_of(text: str) -> type[Activation]:
+    """Class of the activation that `spec` described."""
+    module, name, _ = text.split(":", 2)
+    found: Any = importlib.import_module(module)
     for part in name.split("."):
-        cls = getattr(cls, part)
-    try:
-        found = cls(**ast.literal_eval(fields))
-    except ValueError as error:
-        raise ValueError(
-            f"fields of {name} must be finite numbers, strings, None or tuples of these, got "
-            f"{fields}"
-        ) from error
-    if not isinstance(found, Activation):
+        found = getattr(found, part)
+    if not isinstance(found, type) or not issubclass(found, Activation):
         raise ValueError(f"{module}.{name} is no Activation")
     return found
+
+
+@functools.cache
+def from_spec(text: str, numbers: tuple[float, ...]) -> Activation:
+    """Inverse of `spec`. Raises ValueError for a field that is neither a number nor a literal."""
+    cls, fields = class_of(text), text.split(":", 2)[2]
+    try:
+        kinds = ast.literal_eval(fields)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"fields of {cls.__name__} must be numbers, strings, None or tuples of these, got "
+            f"{fields}"
+        ) from error
+    rest = iter(numbers)
+    make = {"int": lambda _: int(next(rest)), "float": lambda _: next(rest)}
+    values = {n: make.get(kind, lambda v: v)(value) for n, (kind, value) in kinds.items()}
+    return cls(**values)

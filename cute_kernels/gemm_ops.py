@@ -23,7 +23,6 @@ from cute_kernels.launch import (
     DSL_TYPES,
     FLOATS,
     Buffer,
-    activation_spec,
     allocate,
     check_out,
     check_vector,
@@ -175,8 +174,8 @@ def grouped_gemm_act_quant(
     inter = weights.data.shape[1] // parts
     buffers = hidden_buffers(rows.routed, inter, weights.data.shape[0])
     data, scale = allocate(buffers, rows.data.device, out)
-    spec = activation_spec(activation)
-    torch.ops.nvfp4_megamoe.grouped_gemm_act_quant(*arguments, spec, data, scale)
+    spec = activations.spec(activation)
+    torch.ops.nvfp4_megamoe.grouped_gemm_act_quant(*arguments, *spec, data, scale)
     return Rows(data, scale)
 
 
@@ -338,8 +337,8 @@ def _check_act(*args: Any) -> tuple[int, int, Rows]:
 
 
 def _check_act_out(*args: Any) -> None:
-    *arguments, spec, _, _ = args
-    parts = 2 if activations.from_spec(spec).gated else 1
+    *arguments, name, _, _, _ = args
+    parts = 2 if activations.class_of(name).gated else 1
     experts, inter, rows = _check_act(*arguments, parts)
     check_out(args[-2:], hidden_buffers(rows.routed, inter, experts), rows.data.device)
 
@@ -398,9 +397,9 @@ def _act_kernel(*args: Any) -> None:
     from cute_kernels.device.epilogues import ActivationQuantize
 
     rows, weights = Rows(*args[:3]), Weights(*args[3:5])
-    offsets, alpha, gx, gh, bias, spec, data, scale = args[5:]
+    offsets, alpha, gx, gh, bias, name, numbers, data, scale = args[5:]
     if rows.routed:
-        activation = activations.from_spec(spec)
+        activation = activations.from_spec(name, tuple(numbers))
         epilogue = ActivationQuantize(activation, rows.row_token is not None, bias is not None)
         tensors = [data, scale, alpha, gx, rows.row_token, gh, bias]
         _run(rows, weights, offsets, epilogue, tensors)
@@ -426,10 +425,10 @@ def _plain_scatter(*args: Any) -> tuple[Tensor]:
 
 def _plain_act(*args: Any) -> tuple[Tensor, ...]:
     row_token = args[2]
-    offsets, alpha, gx, gh, bias, spec, *_ = args[5:]
+    offsets, alpha, gx, gh, bias, name, numbers, *_ = args[5:]
     acc = torch_gemm.accumulators(*args[:6])
     row_gx = gx if row_token is None else gx[row_token.clamp(min=0).long()]
-    activation = activations.from_spec(spec)
+    activation = activations.from_spec(name, tuple(numbers))
     h = torch_gemm.hidden(acc, offsets, (alpha, row_gx), bias, activation)
     return torch_gemm.quantized(h, offsets, gh)
 
@@ -455,7 +454,7 @@ register(
 )
 register(
     f"grouped_gemm_act_quant({_OPERANDS}Tensor alpha, Tensor gx, Tensor gh, Tensor? bias, "
-    "str activation, Tensor(a!) h_data, Tensor(b!) h_scale)",
+    "str activation, float[] parameters, Tensor(a!) h_data, Tensor(b!) h_scale)",
     _check_act_out,
     _plain_act,
     _act_kernel,

@@ -13,7 +13,6 @@ from cute_kernels.activations import Activation
 from cute_kernels.gemm_ops import HiddenScales, Rows, check_factor, hidden_buffers
 from cute_kernels.launch import (
     Buffer,
-    activation_spec,
     allocate,
     arch_of,
     check_matrix,
@@ -56,8 +55,8 @@ def quantize_hidden(
     rows, inter = acc.shape[0], acc.shape[-1] // parts
     buffers = row_hidden_buffers(rows, inter, expert_offsets.shape[0] - 1)
     data, scale, gh = allocate(buffers, acc.device, out)
-    spec = activation_spec(activation)
-    torch.ops.nvfp4_megamoe.quantize_hidden(*arguments, spec, data, scale, gh)
+    spec = activations.spec(activation)
+    torch.ops.nvfp4_megamoe.quantize_hidden(*arguments, *spec, data, scale, gh)
     return Rows(data, scale), gh
 
 
@@ -87,8 +86,8 @@ def _check(*args: Any) -> tuple[int, int]:
 
 
 def _check_out(*args: Any) -> None:
-    *arguments, spec, _, _, _ = args
-    parts = 2 if activations.from_spec(spec).gated else 1
+    *arguments, name, _, _, _, _ = args
+    parts = 2 if activations.class_of(name).gated else 1
     experts, inter = _check(*arguments, parts)
     acc = args[0]
     check_out(args[-3:], row_hidden_buffers(acc.shape[0], inter, experts), acc.device)
@@ -97,10 +96,10 @@ def _check_out(*args: Any) -> None:
 def _kernel(*args: Any) -> None:
     from cute_kernels.device.hidden import QuantizeHidden
 
-    acc, offsets, row_token, alpha, gx, gh, bias, spec, *out = args
+    acc, offsets, row_token, alpha, gx, gh, bias, name, numbers, *out = args
     if acc.shape[0] == 0:
         return
-    activation = activations.from_spec(spec)
+    activation = activations.from_spec(name, tuple(numbers))
     kernel = QuantizeHidden(
         inter=out[0].shape[1] * 2,
         activation=activation,
@@ -116,17 +115,17 @@ def _kernel(*args: Any) -> None:
 
 
 def _plain(*args: Any) -> tuple[Tensor, ...]:
-    acc, offsets, row_token, alpha, gx, gh, bias, spec, *_ = args
+    acc, offsets, row_token, alpha, gx, gh, bias, name, numbers, *_ = args
     row_gx = gx if row_token is None else gx[row_token.clamp(min=0).long()]
-    activation = activations.from_spec(spec)
+    activation = activations.from_spec(name, tuple(numbers))
     h = torch_gemm.hidden(acc, offsets, (alpha, row_gx), bias, activation)
     return torch_gemm.quantized(h, offsets, gh)
 
 
 register(
     "quantize_hidden(Tensor acc, Tensor expert_offsets, Tensor? row_token, Tensor alpha, "
-    "Tensor gx, Tensor? gh, Tensor? bias, str activation, Tensor(a!) h_data, Tensor(b!) h_scale, "
-    "Tensor(c!) row_gh)",
+    "Tensor gx, Tensor? gh, Tensor? bias, str activation, float[] parameters, "
+    "Tensor(a!) h_data, Tensor(b!) h_scale, Tensor(c!) row_gh)",
     _check_out,
     _plain,
     _kernel,

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels import activations
 from cute_kernels import compile as compiler
-from cute_kernels.activations import Activation
 from cute_kernels.nvfp4 import TILE_GROUPS, grouped_scale_rows
 
 NAMESPACE = "nvfp4_megamoe"
@@ -159,16 +157,6 @@ def launch(kernel: Any, device: torch.device, *values: float | Tensor | None) ->
 
 
 # ---- registration
-
-
-def activation_spec(activation: Activation) -> str:
-    """`activations.spec`, a constant of a traced program: the limits of an activation do not
-    vary."""
-    return activations.spec(activation)
-
-
-# All that torch.compiler.assume_constant_result does, but for importing the compiler: a second.
-activation_spec._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def register(

@@ -132,7 +132,7 @@ def op_inputs() -> tuple:
     a = case.arguments()
     out = [torch.zeros(b.shape, dtype=b.dtype) for b in ops.row_hidden_buffers(case.rows, 64, 3)]
     inputs = (a["acc"], a["expert_offsets"], a["row_token"], *a["scales"], a["bias"])
-    return (*inputs, activations.spec(case.activation), *out)
+    return (*inputs, *activations.spec(case.activation), *out)
 
 
 def test_opcheck() -> None:
