@@ -24,6 +24,17 @@ MAINLOOPS = {  # one mainloop may be longer than another file
 # Names that users type: their signatures are part of the design (keywords with defaults).
 WIDE_SIGNATURES = {
     "moe/layer.py": {"MoE.__init__"},
+    # published names: callers of DeepGEMM and nvfp4_megamoe_kernel bring these arguments
+    "moe/mega/buffer.py": {
+        "SymmBuffer.__init__",
+        "get_symm_buffer_for_mega_moe",
+    },
+    "moe/mega/call.py": {"fp4_fp4_mega_moe"},
+    "moe/mega/stages.py": {
+        "cutlass_grouped_nvfp4_gemm",
+        "nvfp4_mega_moe_l1",
+        "nvfp4_mega_moe_l2",
+    },
     "cute_kernels/sm90/host.py": {"sm90_grouped_gemm"},  # optional parts of one GEMM, by keyword
     # numba passes arrays one by one: a tuple of mixed types would be unpacked at every call
     "cute_kernels/sim/core.py": {"execute"},
