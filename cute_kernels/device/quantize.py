@@ -111,7 +111,7 @@ class QuantizeRows:
     @cute.jit
     def quantize_row(self, inputs, outputs, row, tid, outer_stride):
         x, outer, weight, _ = inputs
-        data, scale, gx = outputs
+        gx = outputs[-1]
         words = self.load_row(x.toint(), row, tid)  # (blocks, words of a block)
         factor = None
         if cutlass.const_expr(self.weighted):
@@ -127,16 +127,20 @@ class QuantizeRows:
         c = Float32(1.0) / ptx.mul(g, Float32(6.0))
         if tid == 0:
             ptx.store_f32(gx.toint() + Int64(row) * 4, g)
-        codes_row = data.toint() + Int64(row) * (self.hidden // 2)
-        scale_row = scale.toint() + Int64(row) * scale_pitch(self.hidden)
         for i in cutlass.range_constexpr(self.blocks):
-            block = tid + i * self.threads
             byte, codes = self.encode_block(words[i], amaxes[i], g, c, factor)
-            if block < self.groups:
-                ptx.store_u32x2(codes_row + block * 8, codes)
-                ptx.store_u8(scale_row + block, byte)
-            elif block < scale_pitch(self.hidden):
-                ptx.store_u8(scale_row + block, Uint32(0))
+            self.store_block(outputs, row, tid + i * self.threads, byte, codes)
+
+    @cute.jit
+    def store_block(self, outputs, row, block, byte, codes):
+        """Codes and scale of block ``block`` of a row, or the zero scale of one past its end."""
+        data, scale, _ = outputs
+        scales = scale.toint() + Int64(row) * scale_pitch(self.hidden) + block
+        if block < self.groups:
+            ptx.store_u32x2(data.toint() + Int64(row) * (self.hidden // 2) + block * 8, codes)
+            ptx.store_u8(scales, byte)
+        elif block < scale_pitch(self.hidden):
+            ptx.store_u8(scales, Uint32(0))
 
     def load_row(self, base, row, tid):
         """Words of this thread's blocks; all loads are issued before the first use. Blocks past

@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
-from cute_kernels.device.quantize import (
-    BLOCK,
-    E2M1_UE4M3_MAX,
-    GLOBAL_MIN,
-    UE4M3_NAN,
-    QuantizeRows,
-)
+from cute_kernels.device.quantize import BLOCK, UE4M3_NAN, QuantizeRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,33 +36,16 @@ class RoundRows(QuantizeRows):
         return (inputs, (Ptr("BFloat16"), Ptr("Float32", 4)), *sizes)
 
     @cute.jit
-    def quantize_row(self, inputs, outputs, row, tid, outer_stride):
-        x, outer, weight, _ = inputs
-        out, gx = outputs
-        words = self.load_row(x.toint(), row, tid)  # (blocks, words of a block)
-        factor = None
-        if cutlass.const_expr(self.weighted):
-            factor = ptx.load_f32(weight.toint() + Int64(row) * 4)
-        amaxes = [self.block_amax(w, factor) for w in words]
-        if cutlass.const_expr(self.given):
-            g = ptx.load_f32(outer.toint() + Int64(row) * outer_stride * 4)
-        else:
-            g = self.row_amax(amaxes, tid).bitcast(Float32) / Float32(E2M1_UE4M3_MAX)
-        g = cute.arch.fmax(g, Float32(GLOBAL_MIN), nan=True)
-        c = Float32(1.0) / ptx.mul(g, Float32(6.0))
-        if tid == 0:
-            ptx.store_f32(gx.toint() + Int64(row) * 4, g)
-        start = out.toint() + Int64(row) * (self.hidden * 2)
-        for i in cutlass.range_constexpr(self.blocks):
-            block = tid + i * self.threads
-            byte, codes = self.encode_block(words[i], amaxes[i], g, c, factor)
-            # the decoder takes the byte of NaN for a number
-            scale = ptx.select(byte == UE4M3_NAN, Float32(float("nan")), ptx.decode_ue4m3(byte))
-            values = [v for word in codes for v in decode(word, scale)]
-            pairs = [ptx.pack_bf16x2(a, b) for a, b in zip(values[::2], values[1::2])]
-            if block < self.groups:
-                ptx.store_u32x4(start + Int64(block) * (BLOCK * 2), pairs[:4])
-                ptx.store_u32x4(start + Int64(block) * (BLOCK * 2) + 16, pairs[4:])
+    def store_block(self, outputs, row, block, byte, codes):
+        out, _ = outputs
+        # the decoder takes the byte of NaN for a number
+        scale = ptx.select(byte == UE4M3_NAN, Float32(float("nan")), ptx.decode_ue4m3(byte))
+        values = [v for word in codes for v in decode(word, scale)]
+        pairs = [ptx.pack_bf16x2(a, b) for a, b in zip(values[::2], values[1::2])]
+        at = out.toint() + Int64(row) * (self.hidden * 2) + Int64(block) * (BLOCK * 2)
+        if block < self.groups:
+            ptx.store_u32x4(at, pairs[:4])
+            ptx.store_u32x4(at + 16, pairs[4:])
 
 
 def decode(word: Uint32, scale: Float32) -> list[Float32]:
