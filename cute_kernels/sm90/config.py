@@ -27,7 +27,7 @@ class Sm90Config:
                 sums go through global memory and a second kernel adds them in chunk order.
     burst       k16 steps of wgmma issued back to back (1 or 4). A wgmma holds its warp until its
                 registers are read: 1 decodes in between, 4 lets the other warpgroup decode
-                meanwhile
+                meanwhile. 0: no wgmma, each warp multiplies with mma.sync (`warp_loop`)
     box_rows    routed rows of one TMA box
     epilogue_tokens  tokens (128 bytes each) a warpgroup stages at a time on their way to global
                      memory; without split_k
@@ -107,7 +107,7 @@ class Sm90Config:
 
 
 # 8 steps: 1024 k, 147 KB of weights for 256 rows; 6 experts of K 7168 or 3072 fill 264 CTAs to 0.95
-DECODE = Sm90Config("decode", 2, (8, 16, 32), 2, 4, 2, split_steps=8)
+DECODE = Sm90Config("decode", 2, (8, 16, 32), 2, 4, 2, split_steps=8, burst=0)
 MIDDLE = Sm90Config("middle", 2, (8, 16, 24, 32, 40, 48), 2, 3, 2, epilogue_tokens=48)
 PREFILL = Sm90Config("prefill", 1, tuple(range(16, 257, 16)), 1, 5, 1, burst=4, box_rows=32)
 

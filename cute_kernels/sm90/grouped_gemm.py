@@ -26,6 +26,7 @@ from cute_kernels.sm90.epilogues import StoreRows
 from cute_kernels.sm90.finish import Combine, make_finish, num_chunks
 from cute_kernels.sm90.loads import ContiguousRows, GatheredRows
 from cute_kernels.sm90.scheduler import TILE_WORDS, Tile, TokenSplit, load_tile
+from cute_kernels.sm90.warp_loop import WarpLoop
 
 PRODUCER_WARP = CONSUMER_WARPS
 # a whole warpgroup gives its registers away; one of its warps works, or all four (GatheredRows)
@@ -117,7 +118,7 @@ class Sm90GroupedGemm:
     epilogue: StoreRows
     config: Sm90Config
     tile_slots = TILE_SLOTS
-    release_lanes = 1  # of a warp, see _release
+    release_lanes = 1  # of a warp, see release
 
     @property
     def name(self) -> str:
@@ -343,6 +344,7 @@ class Sm90GroupedGemm:
         c = self.config
         lane = cute.arch.lane_idx()
         finish = make_finish(self)
+        mainloop = self.mainloop if cutlass.const_expr(c.burst > 0) else WarpLoop(self)
         stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         more = cutlass.Boolean(True)
         while more:
@@ -354,9 +356,7 @@ class Sm90GroupedGemm:
                 low = 0
                 for n in c.token_sizes:
                     if rows > low and rows <= n:
-                        accs, stage, phase = self.mainloop(
-                            n, opaque(tidx), steps, stage, phase, shared
-                        )
+                        accs, stage, phase = mainloop(n, opaque(tidx), steps, stage, phase, shared)
                         # read the tile and the thread index anew: what follows from them must not
                         # be computed before the main loop and kept in registers through it (ptxas
                         # then serialises the wgmma, its note C7512)
@@ -429,7 +429,7 @@ class Sm90GroupedGemm:
         codes, scales = shared.codes[None, thread, None], shared.scales[None, thread // 4, None]
         per_stage = c.row_tiles * c.stage_k64
         blocks = 2 * c.row_tiles  # of one step of 128 k
-        self._wait_full(shared, stage, phase)
+        self.wait_full(shared, stage, phase)
         word = cute.make_rmem_tensor((4,), Uint32)
         scale = cute.make_rmem_tensor((2,), Uint32)
         self._load(0, stage, half, codes, scales, word, scale)
@@ -444,7 +444,7 @@ class Sm90GroupedGemm:
                     1
                 )  # block q - 1 is done: its fragment is free, and its stage when it was the last
                 if cutlass.const_expr(q > 0 and q % per_stage == 0):
-                    self._release(stage, shared)
+                    self.release(self._before(stage), shared)
                 if cutlass.const_expr((q + 1) % per_stage == 0):
                     stage += 1
                     if stage == c.num_stages:
@@ -454,7 +454,7 @@ class Sm90GroupedGemm:
                 # before a load that nobody waits for has read it. The old words are decoded again.
                 if q + 1 < blocks or step + 1 < steps:
                     if cutlass.const_expr((q + 1) % per_stage == 0):
-                        self._wait_full(shared, stage, phase)
+                        self.wait_full(shared, stage, phase)
                     self._load((q + 1) % blocks, stage, half, codes, scales, word, scale)
                 for k16 in cutlass.range_constexpr(4):
                     if cutlass.const_expr(k16 >= c.burst):
@@ -463,13 +463,13 @@ class Sm90GroupedGemm:
             # Nothing may be in flight where the loop turns: ptxas would keep the fragments of every
             # inlined main loop in registers of their own and serialise all wgmma (C7512).
             warpgroup.wait_group(0)
-            self._release(stage, shared)
+            self.release(self._before(stage), shared)
         return accs, stage, phase
 
     @cute.jit
-    def _wait_full(self, shared: Any, stage: Int32, phase: Int32):
+    def wait_full(self, shared: Any, stage: Int32, phase: Int32):
         cute.arch.mbarrier_wait(shared.ab_full + stage, phase)
-        if cutlass.const_expr(self.load.arrivals > 0):
+        if cutlass.const_expr(self.load.arrivals > 0 and self.config.burst > 0):
             # rows came through the generic proxy, wgmma reads through the async one
             cute.arch.fence_view_async_shared()
 
@@ -514,11 +514,15 @@ class Sm90GroupedGemm:
             registers[4 * k16 + i] = decoded[i]
 
     @cute.jit
-    def _release(self, stage: Int32, shared: Any):
-        """One lane of each warp gives the stage before ``stage`` back."""
+    def _before(self, stage: Int32):
         at = stage - 1
         if at < 0:
             at += self.config.num_stages
+        return at
+
+    @cute.jit
+    def release(self, stage: Int32, shared: Any):
+        """One lane of each warp gives the stage back."""
         cute.arch.sync_warp()  # orders the reads of all lanes before the arrival of one
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(shared.ab_empty + at)
+            cute.arch.mbarrier_arrive(shared.ab_empty + stage)

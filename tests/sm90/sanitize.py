@@ -36,11 +36,8 @@ def kernel_class() -> Any:
         release_lanes = 32
 
         @cute.jit
-        def _release(self, stage: Any, shared: Any):
-            at = stage - 1
-            if at < 0:
-                at += self.config.num_stages
-            cute.arch.mbarrier_arrive(shared.ab_empty + at)
+        def release(self, stage: Any, shared: Any):
+            cute.arch.mbarrier_arrive(shared.ab_empty + stage)
 
     return AllLanes
 
