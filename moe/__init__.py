@@ -5,17 +5,22 @@ from __future__ import annotations
 from cute_kernels.activations import Activation, GeGLU, ReLU2, SwiGLU, SwiGLUOAI
 from moe.config import MoEConfig
 from moe.layer import MoE
+from moe.parallel import Capacity, Exchange, ExpertParallel, Replicated
 from moe.plan import RoutingPlan, make_plan
 from moe.weights import ExpertWeights
 from moe.workspace import Workspace
 
 __all__ = [
     "Activation",
+    "Capacity",
+    "Exchange",
+    "ExpertParallel",
     "ExpertWeights",
     "GeGLU",
     "MoE",
     "MoEConfig",
     "ReLU2",
+    "Replicated",
     "RoutingPlan",
     "SwiGLU",
     "SwiGLUOAI",

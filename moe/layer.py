@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -22,8 +23,11 @@ from cute_kernels.ops import check_routing
 from moe import reference
 from moe.backends import choose_backend
 from moe.config import MoEConfig
+from moe.dispatch import Batch, ExchangeCall, ReducedCall, join
 from moe.experts import Numerics, run_torch, scratch_buffers
 from moe.kernels import KERNEL_BACKENDS, run_kernels
+from moe.local import LocalExperts
+from moe.parallel import Exchange, ExpertParallel
 from moe.ranges import stage
 from moe.reference import Tokens
 from moe.router import route, router_logits
@@ -57,7 +61,8 @@ class MoE(nn.Module):
                       (W4A16)
     activation_scale  outer scale of x: "per_token", "static" (weights.gx) or "per_tensor"
     deterministic     True is the only choice of the backends of this version
-    parallel          None: one process owns every expert it computes
+    parallel          `ExpertParallel`: this rank's experts of all ranks; None: one process owns
+                      every expert it computes
     workspace         `Workspace` that several layers share, or None: scratch per call
 
     Every tensor is a buffer: `state_dict`, `to(device)` and `load_state_dict` work as usual. A
@@ -87,25 +92,30 @@ class MoE(nn.Module):
         activations: str = "nvfp4",
         activation_scale: str = "per_token",
         deterministic: bool = True,
-        parallel: Any = None,
+        parallel: ExpertParallel | None = None,
         workspace: Workspace | None = None,
     ) -> None:
         super().__init__()
-        _check_weights(cfg, weights)
-        self.cfg = cfg
-        self.numerics = Numerics(activations, activation_scale)
-        if parallel is not None:
-            raise ValueError("parallel must be None: this version runs in one process")
-        if not deterministic:
-            raise ValueError(
-                "deterministic=False is not offered: every backend here is deterministic"
-            )
-        self.backend = choose_backend(backend, weights.device)
-        if self.backend in KERNEL_BACKENDS and activations != "nvfp4":
-            raise ValueError(
-                f"backend {self.backend!r} multiplies NVFP4 by NVFP4: activations must be 'nvfp4', "
-                f"got {activations!r}"
-            )
+        if not isinstance(parallel, ExpertParallel | None):
+            raise ValueError(f"parallel must be an ExpertParallel or None, got {parallel!r}")
+        self.parallel = parallel
+        with contextlib.nullcontext() if parallel is None else parallel.call("construction"):
+            _check_weights(cfg, weights)
+            _check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
+            self.cfg = cfg
+            self.numerics = Numerics(activations, activation_scale)
+            if not deterministic:
+                raise ValueError(
+                    "deterministic=False is not offered: every backend here is deterministic"
+                )
+            self.backend = choose_backend(backend, weights.device)
+            if self.backend in KERNEL_BACKENDS and activations != "nvfp4":
+                raise ValueError(
+                    f"backend {self.backend!r} multiplies NVFP4 by NVFP4: activations must be "
+                    f"'nvfp4', got {activations!r}"
+                )
+            if parallel is not None:
+                self._number = join(parallel, self._local(weights))
         if self.backend == "sim":
             start_simulator()
         self.shared = shared
@@ -117,9 +127,11 @@ class MoE(nn.Module):
             is_scale = tensor is not None and tensor.dtype == torch.float8_e4m3fn
             self.register_buffer(name, tensor.view(torch.uint8) if is_scale else tensor)
         router = (router_weight, router_bias, selection_bias, tid2eid)
-        _check_router(cfg, router)
         for name, tensor in zip(_ROUTER_FIELDS, router):
             self.register_buffer(name, None if tensor is None else tensor.detach())
+
+    def _local(self, weights: ExpertWeights) -> LocalExperts:
+        return LocalExperts(self.cfg, weights, self.numerics, self.backend)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -147,8 +159,15 @@ class MoE(nn.Module):
 
         input_ids  token ids, one per token, for hash-routed layers (tid2eid)
 
-        Raises ValueError or TypeError for a wrong shape, dtype or device, before anything runs.
+        Raises ValueError or TypeError for a wrong shape, dtype or device, before anything runs;
+        `moe.failures.RankError` when another rank of ``parallel`` fails.
         """
+        if self.parallel is None:
+            return self._forward(x, input_ids)
+        with self.parallel.call():
+            return self._forward(x, input_ids)
+
+    def _forward(self, x: Tensor, input_ids: Tensor | None) -> Tensor:
         flat = self._check_input(x)
         if self.router_weight is None:
             raise ValueError("this layer has no router_weight: use layer.experts(x, ids, weights)")
@@ -184,6 +203,14 @@ class MoE(nn.Module):
 
         Weights are used as given: no scaling factor, and the layer's own shared expert is not run.
         """
+        if self.parallel is None:
+            return self._experts(x, topk_ids, topk_weights, shared)
+        with self.parallel.call():
+            return self._experts(x, topk_ids, topk_weights, shared)
+
+    def _experts(
+        self, x: Tokens, topk_ids: Tensor, topk_weights: Tensor, shared: Tensor | None
+    ) -> Tensor:
         flat = self._check_quantised(x) if isinstance(x, Nvfp4Tensor) else self._check_input(x)
         ids, weights = self._check_ids(flat, topk_ids, topk_weights)
         if shared is not None and shared.shape != flat.shape:
@@ -246,6 +273,13 @@ class MoE(nn.Module):
                 "activation_scale='static' needs a scale of x: the weights have no gx (a "
                 "checkpoint's input_scale); call calibrate(x) first or choose 'per_token'"
             )
+        if self.parallel is not None:
+            self.parallel.check_tokens(x.shape[0])
+            call = self._call(self.parallel)
+            if call is not None:
+                return call(Batch(x, ids, weights, shared))
+            if self.parallel.rank:  # the caller sums: one part of the sum has the shared expert
+                shared = None
         if self.backend == "reference":
             numerics = (self.numerics.activations, self.numerics.activation_scale)
             return reference.experts(
@@ -257,10 +291,22 @@ class MoE(nn.Module):
             x, ids, weights, self.cfg, self.weights, self.numerics, shared, self.workspace
         )
 
+    def _call(self, parallel: ExpertParallel) -> ExchangeCall | ReducedCall | None:
+        """What runs over the ranks; None where a rank computes its part alone."""
+        local, mode = self._local(self.weights), parallel.mode
+        if isinstance(mode, Exchange):
+            return ExchangeCall(parallel, self._number, local, mode, self.workspace)
+        return ReducedCall(parallel, local, self.workspace) if mode.reduce else None
+
     def plan_memory(self, max_tokens: int) -> int:
         """Bytes of scratch that a call with up to ``max_tokens`` tokens takes: the size of a
-        `Workspace`. 0 for backends that take nothing from one.
+        `Workspace`. 0 for backends that take nothing from one. With ``parallel``, ``max_tokens``
+        is the largest number of any rank, and the size is enough for the worst routing: every slot
+        of every rank on this one (see `Capacity` for less).
         """
+        call = None if self.parallel is None else self._call(self.parallel)
+        if isinstance(call, ExchangeCall):
+            return total_bytes(call.buffers(call.worst(max_tokens)))
         if self.backend != "torch":
             return 0
         return total_bytes(scratch_buffers(max_tokens, self.cfg, self.weights))
@@ -346,6 +392,7 @@ class MoE(nn.Module):
         activation: Activation | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
         backend: str = "auto",
+        parallel: ExpertParallel | None = None,
         workspace: Workspace | None = None,
     ) -> MoE:
         """Inverse of `save_packed`. ``activation`` is needed when the file names a user-written
@@ -386,6 +433,7 @@ class MoE(nn.Module):
             **router,
             shared=shared,
             backend=backend,
+            parallel=parallel,
             workspace=workspace,
             **numerics,
         )
@@ -403,7 +451,8 @@ def _check_weights(cfg: MoEConfig, w: ExpertWeights) -> None:
     if (w.hidden, w.intermediate) != (cfg.hidden, cfg.intermediate):
         raise ValueError(
             f"weights have H={w.hidden}, I={w.intermediate}, the config says H={cfg.hidden}, "
-            f"I={cfg.intermediate}"
+            f"I={cfg.intermediate}; experts are whole: a slice of I on each rank (tensor "
+            "parallelism inside an expert) is not supported"
         )
     if w.gated != cfg.activation.gated:
         raise ValueError(

@@ -125,6 +125,21 @@ class ExpertWeights:
         moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors()}
         return dataclasses.replace(self, **moved)
 
+    def select(self, first: int, end: int) -> ExpertWeights:
+        """Copies of the experts with global ids first : end, which may be none.
+
+        Raises ValueError when they are not all here.
+        """
+        start = self.first_expert
+        if not start <= first <= end <= start + self.num_experts:
+            raise ValueError(
+                f"experts {first}:{end} are not all among the local experts "
+                f"{start}:{start + self.num_experts}"
+            )
+        part = slice(first - start, end - start)
+        chosen: dict[str, Any] = {n: t[part].clone() for n, t in self.tensors() if n != "gx"}
+        return dataclasses.replace(self, **chosen, first_expert=first)
+
     def l1(self) -> Nvfp4Tensor:
         """Interleaved gate/up codes and scales (E, P*I, H) with global scale 1: g13 differs by
         row.

@@ -1,0 +1,202 @@
+"""One call of a layer whose experts are spread over ranks: see `moe.parallel.ExpertParallel`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe import exchange
+from moe.exchange import Sizes, Wire, exchange_buffers
+from moe.local import LocalExperts
+from moe.parallel import Capacity, Exchange, ExpertParallel
+from moe.ranges import stage
+from moe.reference import Tokens, output_dtype
+from moe.workspace import Buffer, Workspace, allocate
+
+
+def join(parallel: ExpertParallel, local: LocalExperts) -> int:
+    """Agree with the other ranks on one layer: its number in ``parallel``. Collective.
+
+    Raises ValueError on every rank when configurations differ, and when this rank's weights are not
+    the experts that ``parallel`` gives it.
+    """
+    cfg, w, numerics = local.cfg, local.weights, local.numerics
+    mine = (w.first_expert, w.first_expert + w.num_experts)
+    if cfg.num_experts != parallel.num_experts or mine != parallel.expert_range:
+        raise ValueError(
+            f"rank {parallel.rank} of {parallel.size} must hold experts "
+            f"{parallel.expert_range[0]}:{parallel.expert_range[1]} of {parallel.num_experts}, got "
+            f"{mine[0]}:{mine[1]} of {cfg.num_experts}: load expert_range=parallel.expert_range"
+        )
+    some = w.num_experts > 0  # a rank without experts has no opinion on theirs
+    static = numerics.activation_scale == "static"
+    fields: dict[str, Any] = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    fields |= dataclasses.asdict(numerics) | {
+        "activation": repr(cfg.activation),
+        "backend": local.backend,
+        "gx": float(w.gx) if static and w.gx is not None else None,
+        "h_scale": ("dynamic" if w.gh is None else "static") if some else None,
+        "biases": w.b2 is not None if some else None,
+    }
+    return parallel.attach(fields, w.device)
+
+
+class Batch(NamedTuple):
+    """Tokens of this rank: x (T, H), ids and weights (T, K), shared (T, H) or None."""
+
+    x: Tokens
+    ids: Tensor
+    weights: Tensor
+    shared: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExchangeCall:
+    """`Exchange` of one layer: ``layer`` is its number in ``parallel``."""
+
+    parallel: ExpertParallel
+    layer: int
+    local: LocalExperts
+    mode: Exchange
+    workspace: Workspace | None = None
+
+    @property
+    def wire(self) -> Wire:
+        return Wire.of(self.local.cfg, self.local.numerics, self.mode.pre_reduce)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """y (T, H), see `output_dtype`."""
+        with self.parallel.phase("quantize"), stage("moe.quantize"):
+            tokens = self.local.stage(
+                batch.x, batch.ids, batch.weights, self.parallel.max_over_ranks
+            )
+        with self.parallel.phase("dispatch"):
+            packed = self.wire.pack(tokens, batch.ids, batch.weights)
+            owner = exchange.owners(batch.ids, self.parallel.bounds(batch.x.device))
+        if self.mode.capacity is None:
+            return self._by_counts(batch, packed, owner)
+        return self._by_places(batch, packed, owner, self.mode.capacity)
+
+    def worst(self, max_tokens: int) -> Sizes:
+        """Rows of a call with up to ``max_tokens`` tokens on every rank: all tokens of all ranks
+        come here, with all their slots."""
+        ranks, top_k = self.parallel.size, self.local.cfg.top_k
+        capacity = self.mode.capacity
+        if capacity is not None:
+            tokens, rows = ranks * capacity.tokens, ranks * self._rows(capacity)
+            return Sizes(tokens, tokens, rows, tokens if self.mode.pre_reduce else rows)
+        received = ranks * max_tokens if self.local.weights.num_experts else 0
+        sent = max_tokens * min(top_k, ranks, self.parallel.num_experts)
+        returned = sent if self.mode.pre_reduce else max_tokens * top_k
+        return Sizes(sent, received, received * top_k, returned)
+
+    def buffers(self, sizes: Sizes) -> list[Buffer]:
+        return [*exchange_buffers(sizes, self.wire), *self.local.buffers(sizes.computed)]
+
+    def _rows(self, capacity: Capacity) -> int:
+        most = capacity.tokens * self.local.cfg.top_k
+        return most if capacity.rows is None else min(capacity.rows, most)
+
+    def _by_counts(self, batch: Batch, packed: Tensor, owner: Tensor) -> Tensor:
+        """Sizes follow the routing: one exchange of counts, for which the host waits."""
+        parallel, local, reduced = self.parallel, self.local, self.mode.pre_reduce
+        with parallel.phase("counts"):
+            going = exchange.depart(owner, parallel.size)
+        there, here = parallel.exchange_counts(going.counts(), self.layer)
+        sent, received = ([n for n, _ in c] for c in (there, here))
+        slots_sent, slots_here = ([n for _, n in c] for c in (there, here))
+        back = sent if reduced else slots_sent
+        sizes = Sizes(sum(sent), sum(received), sum(slots_here), sum(back))
+        with parallel.phase("dispatch"):
+            scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
+            leaving, arriving, out, returned = scratch[:4]
+            exchange.gather_rows(packed, going.tokens(), leaving)
+        parallel.all_to_all("dispatch", arriving, leaving, received, sent)
+        with parallel.phase("experts"):
+            tokens, ids, weights = self.wire.unpack(arriving)
+            mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
+            plan = local.plan(ids, mix, sizes.computed)
+            o = local.rows(tokens, plan, scratch[4:])
+            if reduced:
+                out = self._partial(o, plan.token_rows, mix)
+            else:
+                index = exchange.leaving_rows(plan.token_rows, sizes.computed)
+                torch.index_select(o, 0, index, out=out)
+        back_here = received if reduced else slots_here
+        parallel.all_to_all("return", returned[: sizes.returned], out, back, back_here)
+        with parallel.phase("combine"), stage("moe.combine"):
+            places = going.token_rows() if reduced else going.slots.token_rows
+            return self._sum(returned, places, batch)
+
+    def _by_places(self, batch: Batch, packed: Tensor, owner: Tensor, capacity: Capacity) -> Tensor:
+        """Sizes are fixed, nothing waits for the device."""
+        parallel, local, reduced = self.parallel, self.local, self.mode.pre_reduce
+        ranks, rows = parallel.size, self._rows(capacity)
+        sizes = self.worst(capacity.tokens)
+        with parallel.phase("dispatch"):
+            scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
+            leaving, arriving, out, returned = scratch[:4]
+            booking = exchange.book(owner, ranks, capacity.tokens, rows)
+            parallel.count_lost(booking.lost, booking.needed)
+            if batch.x.shape[0]:
+                exchange.gather_rows(packed, booking.token.clamp(min=0), leaving)
+            self.wire.empty(leaving, booking.token < 0)
+        parallel.all_to_all("dispatch", arriving, leaving)
+        with parallel.phase("experts"):
+            tokens, ids, weights = self.wire.unpack(arriving)
+            mine = exchange.owners(ids, parallel.bounds(ids.device)) == parallel.rank
+            ids = exchange.keep_places(ids, mine, ranks, rows)
+            mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
+            plan = local.plan(ids, mix, sizes.computed)
+            o = local.rows(tokens, plan, scratch[4:])
+            if reduced:
+                out = self._partial(o, plan.token_rows, mix)
+            else:
+                index = exchange.leaving_places(plan.token_rows, ranks, rows)
+                torch.index_select(o, 0, index, out=out)
+        parallel.all_to_all("return", returned, out)
+        with parallel.phase("combine"), stage("moe.combine"):
+            y = self._sum(returned, booking.token_rows if reduced else booking.rows, batch)
+            return torch.where(booking.lost.unsqueeze(1), torch.nan, y)
+
+    def _partial(self, o: Tensor, token_rows: Tensor, weights: Tensor) -> Tensor:
+        """bf16 (N, H): each received token's slots, weighted and summed in fp32."""
+        if o.shape[0] == 0:
+            shape = (token_rows.shape[0], o.shape[1])
+            return torch.zeros(shape, dtype=torch.bfloat16, device=o.device)
+        factors = None if self.local.cfg.weight_on_input else weights
+        return self.local.combine(o, token_rows, factors, torch.bfloat16)
+
+    def _sum(self, returned: Tensor, places: Tensor, batch: Batch) -> Tensor:
+        plain = self.mode.pre_reduce or self.local.cfg.weight_on_input
+        factors = None if plain else batch.weights
+        return self.local.combine(returned, places, factors, output_dtype(batch.x), batch.shared)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReducedCall:
+    """`Replicated` with reduce=True."""
+
+    parallel: ExpertParallel
+    local: LocalExperts
+    workspace: Workspace | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """y (T, H), see `output_dtype`: the same on every rank."""
+        local, device = self.local, batch.x.device
+        with self.parallel.phase("experts"):
+            rows = batch.ids.numel()
+            scratch = allocate(local.buffers(rows), device, self.workspace)
+            tokens = local.stage(batch.x, batch.ids, batch.weights, lambda amax: amax)
+            plan = local.plan(batch.ids, batch.weights, rows)
+            o = local.rows(tokens, plan, scratch)
+            factors = None if local.cfg.weight_on_input else batch.weights
+            y = torch.zeros((batch.ids.shape[0], local.cfg.hidden), device=device)
+            if rows:
+                y = local.combine(o, plan.token_rows, factors, torch.float32)
+        y = self.parallel.sum_over_ranks(y)
+        y = y if batch.shared is None else y + batch.shared.float()
+        return y.to(output_dtype(batch.x))

@@ -1,0 +1,159 @@
+"""The experts of one rank as steps, for tokens that may come from other ranks: what the backends
+share with `moe.exchange`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cute_kernels import nvfp4, ops
+from cute_kernels.gemm_ops import kernels_on
+from cute_kernels.nvfp4 import BLOCK, Nvfp4Tensor
+from moe import experts, kernels, reference
+from moe.config import MoEConfig
+from moe.experts import Numerics, row_buffers
+from moe.plan import RoutingPlan, make_plan
+from moe.reference import Tokens
+from moe.weights import ExpertWeights
+from moe.workspace import Buffer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenRows:
+    """T tokens as experts read them.
+
+    data   uint8 (T, H/2) E2M1 codes, or bf16 (T, H)
+    scale  uint8 (T, H/16), row-major UE4M3 bytes; None for bf16
+    gx     fp32 (T,), outer scales; None for bf16
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    gx: Tensor | None = None
+
+    def decode(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Exact values code * scale (T, H), and gx (T,); ones for bf16."""
+        if self.scale is None or self.gx is None:
+            one = torch.ones(self.data.shape[0], device=self.data.device)
+            return self.data.to(dtype), one
+        return nvfp4.decode(Nvfp4Tensor(self.data, self.scale, self.gx), dtype), self.gx
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalExperts:
+    """Local experts on one backend. Every value has the bits that one rank alone would give it,
+    where the backend is batch-invariant (all but "torch" on CUDA)."""
+
+    cfg: MoEConfig
+    weights: ExpertWeights
+    numerics: Numerics
+    backend: str
+
+    @property
+    def on_kernels(self) -> bool:
+        return self.backend in kernels.KERNEL_BACKENDS
+
+    def stage(
+        self,
+        x: Tokens,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        over_ranks: Callable[[Tensor], Tensor],
+    ) -> TokenRows:
+        """x (T, H) -> the tokens as they travel: quantised (as they are if they come so), or
+        rounded to bf16.
+
+        over_ranks  maximum of a fp32 () over all ranks: "per_tensor" scales by the largest token
+                    of all of them
+        """
+        cfg = self.cfg
+        if isinstance(x, Nvfp4Tensor):
+            gx = x.global_scale.expand(x.shape[0]).contiguous()
+            return TokenRows(x.data, x.scale.view(torch.uint8), gx)
+        weight = topk_weights[:, 0].float() if cfg.weight_on_input else None
+        if self.numerics.activations == "bf16":
+            return TokenRows((x if weight is None else x.float() * weight[:, None]).bfloat16())
+        mode, weighted = self.numerics.activation_scale, x
+        if weight is not None and not (self.on_kernels and mode != "per_tensor"):
+            weighted = x.float() * weight[:, None]
+        g = reference.input_scale(weighted, topk_ids, cfg, self.weights, mode)
+        if mode == "per_tensor":
+            assert isinstance(g, Tensor)
+            g = over_ranks(g)
+        if not self.on_kernels:
+            q = nvfp4.quantize(weighted, g)
+            gx = q.global_scale.expand(x.shape[0]).contiguous()
+            return TokenRows(q.data, q.scale.view(torch.uint8), gx)
+        assert isinstance(g, str | Tensor)
+        with kernels_on(x.device):
+            # one "expert" that owns every row: its grouped scales are the plain swizzle
+            offsets = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+            data, scale, gx = ops.quantize_rows(x, offsets, None, g, weight)
+        return TokenRows(data, nvfp4.unswizzle(scale, x.shape[0], x.shape[1] // BLOCK), gx)
+
+    def plan(self, topk_ids: Tensor, topk_weights: Tensor, rows: int) -> RoutingPlan:
+        """The local rows of ids (N, K), of which there are at most ``rows``."""
+        w = self.weights
+        if self.on_kernels and w.num_experts and topk_ids.numel():
+            with kernels_on(topk_ids.device):
+                sorted_rows = ops.sort_routes(
+                    topk_ids, topk_weights, self.cfg.num_experts, w.first_expert, w.num_experts
+                )
+            plan = RoutingPlan(*sorted_rows)
+        else:
+            plan = make_plan(
+                topk_ids, topk_weights, self.cfg.num_experts, w.first_expert, w.num_experts
+            )
+        return dataclasses.replace(
+            plan, row_token=plan.row_token[:rows], row_weight=plan.row_weight[:rows]
+        )
+
+    def buffers(self, rows: int) -> list[Buffer]:
+        """Scratch of `rows` for that many rows."""
+        if self.backend != "torch" or not self.weights.num_experts:
+            return []
+        return row_buffers(rows, self.cfg, self.weights)
+
+    def rows(self, tokens: TokenRows, plan: RoutingPlan, scratch: list[Tensor]) -> Tensor:
+        """o (R, H) bf16: one row per routed row of ``plan``; rows past expert_offsets[E] are
+        unspecified.
+        """
+        count, cfg, weights = plan.row_token.numel(), self.cfg, self.weights
+        if count == 0 or weights.num_experts == 0:
+            return torch.zeros(
+                (count, weights.hidden), dtype=torch.bfloat16, device=tokens.data.device
+            )
+        if self.on_kernels:
+            assert tokens.scale is not None and tokens.gx is not None  # these are W4A4 only
+            return kernels.run_received(tokens.data, tokens.scale, tokens.gx, plan, cfg, weights)
+        if self.backend == "reference":
+            values, gx = tokens.decode(torch.float64)
+            mode = self.numerics.activations
+            return reference.expert_rows(values, gx, plan, cfg, weights, mode).o
+        values, gx = tokens.decode(torch.bfloat16)
+        return experts.expert_rows(values, gx, plan, cfg, weights, self.numerics, scratch)
+
+    def combine(
+        self,
+        rows: Tensor,
+        token_rows: Tensor,
+        topk_weights: Tensor | None,
+        dtype: torch.dtype,
+        shared: Tensor | None = None,
+    ) -> Tensor:
+        """rows (R >= 1, H), token_rows int32 (T, K) with -1 for nothing -> y (T, H): slots in
+        order, ``shared`` last. Without weights a plain sum.
+        """
+        if self.on_kernels:
+            weights = None if topk_weights is None else topk_weights.float()
+            with kernels_on(rows.device):
+                return ops.combine(rows, token_rows, weights, shared, dtype)
+        if topk_weights is None:
+            topk_weights = torch.ones(token_rows.shape, device=rows.device)
+        nothing = token_rows.new_zeros(2)
+        plan = RoutingPlan(nothing, nothing, nothing.float(), token_rows)
+        return reference.combine(rows, plan, topk_weights, dtype, shared)

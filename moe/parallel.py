@@ -1,0 +1,466 @@
+"""Experts over the ranks of a torch.distributed process group."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe.failures import Notes, RankError, Watch
+from moe.weights import ExpertWeights
+
+_FINGERPRINT_BYTES = 4096  # of one rank at construction
+_VERSION = 1  # of the wire format
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """Fixed places of the exchange for each pair of ranks, so that no size depends on the routing.
+
+    tokens  C: tokens that one rank can send to one rank
+    rows    S: slots of them; None: C * top_k, always enough for C tokens
+    """
+
+    tokens: int
+    rows: int | None = None
+
+    def problem(self) -> str | None:
+        if self.tokens < 1 or (self.rows is not None and self.rows < 1):
+            return f"capacity must be positive, got {self}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Tokens live on one rank each and travel to their experts.
+
+    pre_reduce  False: one bf16 row comes back per (token, slot) and the owner sums in slot order:
+                the bits of one rank. True: each rank weights and sums its slots of a token in fp32
+                and sends one bf16 row; not the same bits (see `ExpertParallel`)
+    capacity    None: sizes follow the routing, and every call waits for the device once. A
+                `Capacity`: sizes are fixed and nothing waits (CUDA graphs); tokens that find no
+                place come out as NaN and are counted (see `ExpertParallel.check`)
+    """
+
+    pre_reduce: bool = False
+    capacity: Capacity | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """Every rank has all tokens and computes its experts.
+
+    reduce  False: a rank returns its own experts' part, the caller sums (the shared expert is part
+            of rank 0's). True: parts are summed in fp32 over the ranks, then the shared expert
+    """
+
+    reduce: bool = False
+
+
+class CapacityError(RuntimeError):
+    """Tokens found no place in a fixed capacity; their rows of y are NaN."""
+
+
+def split_experts(num_experts: int, ranks: int) -> list[tuple[int, int]]:
+    """Contiguous ranges (first, end) whose sizes differ by one at most, larger ones first.
+
+    >>> split_experts(30, 8)[:2], split_experts(30, 8)[-2:]
+    ([(0, 4), (4, 8)], [(24, 27), (27, 30)])
+    >>> split_experts(3, 5)
+    [(0, 1), (1, 2), (2, 3), (3, 3), (3, 3)]
+    """
+    size, rest = divmod(num_experts, ranks)
+    bounds = [r * size + min(r, rest) for r in range(ranks + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+class ExpertParallel:
+    """The experts of a layer, split over the ranks of ``group`` in contiguous ranges.
+
+        parallel = ExpertParallel(group, num_experts=384)
+        cfg, w, extras = load_checkpoint(path, layer=3, expert_range=parallel.expert_range)
+        layer = MoE(cfg, w, parallel=parallel, **extras.router())
+        y = layer(x)                   # the tokens of this rank, any number of them, also none
+
+    group        process group (or one-dimensional DeviceMesh) of the ranks; None: the default one.
+                 gloo for layers on a CPU, NCCL for layers on GPUs
+    num_experts  of the layer, any number: ranks beyond it own none
+    mode         `Exchange` (default) or `Replicated`
+    max_tokens   largest number of tokens of any rank in one call; None: no limit. More are refused
+    timeout      seconds that a rank waits for others. None: the timeout of ``group``. A number
+                 makes a process group of its own, with new communicators
+
+    Construction is collective, as is that of every layer that uses the object, in the same order on
+    every rank: fingerprints of the configuration are compared, and every rank raises ValueError if
+    one differs. Several layers may share it. Calls are collective too, in `Replicated` mode only
+    with reduce=True.
+
+    Bytes between ranks, of one call and one rank, n_d = tokens with a slot on rank d, s_d = slots
+    there (sums over the *other* ranks d; K slots a token, hidden H, ranks W; r16 rounds up to 16):
+
+        header    24 * (W - 1)                                    (not with a capacity)
+        dispatch  r16(9 H / 16 + 4 + 4 K) * sum n_d               nvfp4; bf16: r16(2 H + 4 K)
+        return    2 H * sum s_d                                   what comes back
+
+    With pre_reduce a dispatched row has 4 K bytes more (the weights), and 2 H * sum n_d come back.
+    With a capacity n_d = C and s_d = S, full or not. `bytes_sent` counts what this rank really
+    sends, by phase; what comes back to it is the "return" of the others. `Replicated` with reduce
+    hands 4 H T bytes to one all-reduce.
+
+    pre_reduce changes y: with p_r the sum of a token's slots on rank r, one rounding to bf16 of
+    each p_r and another order of the sum,
+
+        |y' - y| <= (2^-8 + (K + W) 2^-23) sum_j |w_j o_j|, before y is rounded to its own type.
+
+    A rank that raises in a call, dies, or does not answer within the timeout makes every other rank
+    raise `RankError`, which names rank and phase; afterwards the object refuses all calls, and a
+    new one on a new group is needed. gloo: always a Python exception. NCCL: the wait for the
+    counts (`Exchange` without capacity) raises alike; elsewhere the watchdog of the process group
+    ends the process after the group's timeout (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+
+    Tensor parallelism inside an expert is not supported: each expert lies whole on one rank.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_experts: int,
+        *,
+        mode: Exchange | Replicated = Exchange(),
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.group, self._owned = _process_group(group), False
+        self.num_experts, self.mode, self.max_tokens = num_experts, mode, max_tokens
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.ranges = split_experts(num_experts, self.size)
+        self.bytes_sent: collections.Counter[str] = collections.Counter()
+        self.failure: str | None = None
+        self._layers = self._calls = 0
+        self._phase, self._inside = "construction", False
+        # tokens lost for want of capacity, and the largest numbers of tokens and slots of any pair
+        self._overflow: Tensor | None = None
+        self._bounds: Tensor | None = None
+        limit = _group_timeout(self.group) if timeout is None else timeout
+        store = _group_store(self.group)
+        turn = Notes(store, "", self.rank, self.size).count("moe/constructions")
+        self._watch = Watch(Notes(store, f"moe/construction/{turn}", self.rank, self.size), limit)
+        fields = {
+            "version": _VERSION,
+            "num_experts": num_experts,
+            "mode": repr(mode),
+            "max_tokens": repr(max_tokens),  # None is an answer here
+            "timeout": repr(timeout),
+            "problem": _problem(num_experts, mode, max_tokens, timeout),
+        }
+        nonces = self._compare(fields, secrets.token_hex(8))
+        self._watch = Watch(Notes(store, f"moe/{nonces[0]}", self.rank, self.size), limit)
+        if timeout is not None:
+            self.group = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                timeout=timedelta(seconds=timeout),
+                backend=dist.get_backend_config(self.group),
+                use_local_synchronization=True,
+            )
+            self._owned = True
+
+    # ---- what this rank owns
+
+    @property
+    def expert_range(self) -> tuple[int, int]:
+        """(first, end) global ids of the experts of this rank; first == end where it has none."""
+        return self.ranges[self.rank]
+
+    def local(self, weights: ExpertWeights) -> ExpertWeights:
+        """This rank's share of the weights of all experts, copied so that the rest can be freed."""
+        if weights.first_expert != 0 or weights.num_experts != self.num_experts:
+            raise ValueError(
+                f"weights must hold all {self.num_experts} experts, got experts "
+                f"{weights.first_expert} : {weights.first_expert + weights.num_experts}"
+            )
+        return weights.select(*self.expert_range)
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """int64 (size + 1,): rank r owns the experts bounds[r] : bounds[r + 1]."""
+        if self._bounds is None or self._bounds.device != device:
+            ends = [first for first, _ in self.ranges] + [self.num_experts]
+            self._bounds = torch.tensor(ends, device=device)
+        return self._bounds
+
+    # ---- failures
+
+    @contextlib.contextmanager
+    def call(self, phase: str = "route") -> Iterator[None]:
+        """One collective call: an exception inside is reported to the other ranks and closes the
+        object. Raises RankError when it is closed already.
+        """
+        if self._inside:
+            yield
+            return
+        if self.failure is not None:
+            raise RankError(
+                f"expert parallel calls are refused after a failure ({self.failure}): make a new "
+                "ExpertParallel on a new process group"
+            )
+        self._calls += 1
+        self._phase, self._inside = phase, True
+        try:
+            yield
+        except RankError as error:
+            self.failure = str(error)
+            raise
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            self.failure = f"rank {self.rank} raised in {self._where()}: {text}"
+            self._watch.notes.post(True, self._where(), text)
+            raise
+        finally:
+            self._inside = False
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Names what this rank does, for messages of errors."""
+        before, self._phase = self._phase, name
+        yield  # an exception leaves the name of its phase behind
+        self._phase = before
+
+    def _where(self) -> str:
+        return f"phase {self._phase!r} of call {self._calls}"
+
+    def check_tokens(self, count: int) -> None:
+        """Raises ValueError for more tokens than ``max_tokens``."""
+        if self.max_tokens is not None and count > self.max_tokens:
+            raise ValueError(f"{count} tokens on rank {self.rank}, max_tokens is {self.max_tokens}")
+
+    def check(self) -> None:
+        """Raises `CapacityError` if tokens of this rank found no place since the last check; waits
+        for the device. Their rows of y are NaN. Nothing to check without a capacity.
+        """
+        if self._overflow is None:
+            return
+        lost, tokens, rows = self._overflow.tolist()
+        if lost:
+            self._overflow.zero_()
+            raise CapacityError(
+                f"{lost} tokens of rank {self.rank} found no place in {self.mode}: a pair of ranks "
+                f"needed up to {tokens} tokens and {rows} rows; their results are NaN"
+            )
+
+    def count_lost(self, lost: Tensor, needed: Tensor) -> None:
+        """lost bool (T,), needed int64 (2,) of one call, on their device; nothing waits."""
+        if self._overflow is None or self._overflow.device != lost.device:
+            self._overflow = torch.zeros(3, dtype=torch.int64, device=lost.device)
+        self._overflow[0] += lost.sum()
+        self._overflow[1:] = torch.maximum(self._overflow[1:], needed)
+
+    # ---- collectives: the same ones, in the same order, on every rank
+
+    def attach(self, fields: Mapping[str, Any], device: torch.device) -> int:
+        """Compare the configuration of one layer over the ranks. ``fields``: JSON values, None
+        where this rank has nothing to say. Returns the number of the layer.
+
+        Raises ValueError on every rank when one differs or cannot use this group.
+        """
+        with self.call(), self.phase("construction"):
+            backend = dist.get_backend_config(self.group)
+            usable = device.type == "cpu" or f"{device.type}:nccl" in backend
+            problem = None if usable else f"layers on {device} need NCCL, the group has {backend}"
+            self._compare({**fields, "problem": problem}, "")
+        if self._overflow is None or self._overflow.device != device:
+            self._overflow = torch.zeros(3, dtype=torch.int64, device=device)
+        self._layers += 1
+        return self._layers
+
+    def _compare(self, fields: Mapping[str, Any], nonce: str) -> list[str]:
+        """All-gather ``fields``, return the nonces of all ranks. Raises ValueError with what
+        differs.
+        """
+        text = json.dumps({**fields, "nonce": nonce}, default=str)
+        if len(text.encode()) > _FINGERPRINT_BYTES:  # a long repr: compare what stands for it
+            digest = hashlib.sha256(json.dumps(dict(fields), default=str).encode()).hexdigest()
+            text = json.dumps({"digest": digest, "nonce": nonce, "problem": fields["problem"]})
+        host = torch.zeros(_FINGERPRINT_BYTES, dtype=torch.uint8)
+        data = text.encode()[:_FINGERPRINT_BYTES]
+        host[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        mine = host.to(self._control_device())
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        work = dist.all_gather(theirs, mine, group=self.group, async_op=True)
+        self._wait(work, on_host=True)
+        tables = [json.loads(bytes(t.cpu().tolist()).rstrip(b"\0")) for t in theirs]
+        _refuse_differences(tables)
+        return [table["nonce"] for table in tables]
+
+    def exchange_counts(self, counts: Tensor, layer: int) -> tuple[list[list[int]], ...]:
+        """counts int64 (W, 2), tokens and slots for each rank -> host lists [[tokens, slots], ...]
+        of what goes to, and of what comes from, each rank. Waits for the device.
+
+        Raises RuntimeError when another rank is in a call of another layer.
+        """
+        with self.phase("counts"):
+            tag = torch.full((self.size, 1), layer, dtype=torch.int64, device=counts.device)
+            mine = torch.cat((counts, tag), dim=1)
+            theirs = self._all_to_all(torch.empty_like(mine), mine, None, None, on_host=True)
+            there, here = torch.stack((mine, theirs)).tolist()
+        wrong = [f"rank {r} in layer {row[2]}" for r, row in enumerate(here) if row[2] != layer]
+        if wrong:
+            raise RuntimeError(
+                f"ranks call different layers: this one is in layer {layer} (by order of "
+                f"construction), {', '.join(wrong)}"
+            )
+        return [row[:2] for row in there], [row[:2] for row in here]
+
+    def all_to_all(
+        self,
+        phase: str,
+        out: Tensor,
+        rows: Tensor,
+        out_rows: list[int] | None = None,
+        in_rows: list[int] | None = None,
+    ) -> Tensor:
+        """Rows for each rank, one rank after the other; ``out`` takes what comes. Without lists
+        every rank gets as many.
+        """
+        with self.phase(phase):
+            return self._all_to_all(out, rows, out_rows, in_rows)
+
+    def _all_to_all(
+        self,
+        out: Tensor,
+        rows: Tensor,
+        out_rows: list[int] | None,
+        in_rows: list[int] | None,
+        on_host: bool = False,
+    ) -> Tensor:
+        count = rows.shape[0]
+        kept = count // self.size if in_rows is None else in_rows[self.rank]
+        row_bytes = rows.nbytes // count if count else 0
+        self.bytes_sent[self._phase] += (count - kept) * row_bytes
+        work = dist.all_to_all_single(out, rows, out_rows, in_rows, group=self.group, async_op=True)
+        self._wait(work, on_host)
+        return out
+
+    def max_over_ranks(self, value: Tensor) -> Tensor:
+        """Maximum of fp32 () over the ranks; NaN wins, whatever the reduction of the backend."""
+        with self.phase("scale"):
+            theirs = [torch.empty_like(value) for _ in range(self.size)]
+            work = dist.all_gather(theirs, value.contiguous(), group=self.group, async_op=True)
+            self._wait(work)
+            return torch.stack(theirs).amax()
+
+    def sum_over_ranks(self, rows: Tensor) -> Tensor:
+        """``rows`` summed over the ranks, in place."""
+        with self.phase("reduce"):
+            self._wait(dist.all_reduce(rows, group=self.group, async_op=True))
+            return rows
+
+    def _wait(self, work: Any, on_host: bool = False) -> None:
+        if self._control_device().type == "cpu":
+            self._watch.wait(work, self._where())
+        elif on_host:
+            self._watch.wait_device(work, self._where())
+        else:
+            work.wait()  # the stream waits, not the host
+
+    def _control_device(self) -> torch.device:
+        """Where collectives of this group find host data: NCCL moves device memory only."""
+        if "nccl" not in dist.get_backend_config(self.group):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def close(self) -> None:
+        """Destroy the process group that a ``timeout`` has made."""
+        self.failure = self.failure or "closed"
+        if self._owned:
+            self._owned = False
+            dist.destroy_process_group(self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        return self  # a copy of a layer talks to the same ranks
+
+    def __reduce__(self) -> Any:
+        raise TypeError("ExpertParallel cannot be pickled: it holds a process group")
+
+    def __repr__(self) -> str:
+        first, end = self.expert_range
+        return (
+            f"ExpertParallel(rank {self.rank} of {self.size}, experts {first}:{end} of "
+            f"{self.num_experts}, {self.mode})"
+        )
+
+
+def _process_group(group: Any) -> Any:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("ExpertParallel needs torch.distributed: call init_process_group first")
+    if group is None:
+        return dist.group.WORLD
+    if hasattr(group, "mesh_dim_names") or hasattr(group, "get_all_groups"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be one-dimensional, got a mesh of {group.ndim} dimensions: experts "
+                "are split over one, tensor parallelism inside an expert is not supported"
+            )
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a ProcessGroup that this rank belongs to, or None, got {group!r}"
+        )
+    return group
+
+
+def _problem(
+    num_experts: int, mode: Any, max_tokens: int | None, timeout: float | None
+) -> str | None:
+    """What is wrong with the arguments of one rank: every rank hears of it."""
+    if num_experts < 1:
+        return f"num_experts must be positive, got {num_experts}"
+    if not isinstance(mode, Exchange | Replicated):
+        return f"mode must be Exchange(...) or Replicated(...), got {mode!r}"
+    if max_tokens is not None and max_tokens < 0:
+        return f"max_tokens must not be negative, got {max_tokens}"
+    if timeout is not None and timeout <= 0:
+        return f"timeout must be positive, got {timeout}"
+    capacity = mode.capacity if isinstance(mode, Exchange) else None
+    return None if capacity is None else capacity.problem()
+
+
+def _refuse_differences(tables: list[dict[str, Any]]) -> None:
+    problems = [f"rank {r}: {t['problem']}" for r, t in enumerate(tables) if t["problem"]]
+    if problems:
+        raise ValueError("; ".join(problems))
+    different = []
+    for name in sorted({n for t in tables for n in t} - {"nonce", "problem"}):
+        values = [t.get(name) for t in tables]
+        known = [v for v in values if v is not None]
+        if any(v != known[0] for v in known):
+            ranks = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values) if v is not None)
+            different.append(f"{name} ({ranks})")
+    if different:
+        raise ValueError(f"ranks disagree about {'; '.join(different)}")
+
+
+def _group_store(group: Any) -> Any:
+    """Store of a process group, or None where this torch does not show it."""
+    try:
+        return group.get_group_store()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _group_timeout(group: Any) -> float | None:
+    try:
+        device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+        options = group._get_backend(torch.device(device)).options
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
