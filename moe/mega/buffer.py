@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import weakref
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cute_kernels.activations import SwiGLU
 from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.layer import MoE
@@ -24,6 +26,10 @@ _RINGS = {
     for prefix in ("", "shared_")
     for name in ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf")
 }
+
+
+# L1 -> L2 -> the layer made of both; weights that nobody else keeps leave with it
+Layers = weakref.WeakKeyDictionary[MegaWeights, weakref.WeakKeyDictionary[MegaWeights, MoE]]
 
 
 class SymmBuffer:
@@ -66,7 +72,7 @@ class SymmBuffer:
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         _check_options(ranks, num_experts, mma_type, activation)
         _check_sizes(num_max_tokens_per_rank, hidden, num_shared_experts)
-        MoEConfig(hidden, intermediate_hidden, num_experts, num_topk)  # raises for impossible sizes
+        config = MoEConfig(hidden, intermediate_hidden, num_experts, num_topk)
         if base is not None:
             device = base.device
         if device is None:
@@ -80,8 +86,8 @@ class SymmBuffer:
         self.num_experts_per_rank = num_experts // ranks
         self.experts_start_idx = rank * self.num_experts_per_rank
         self.backend = choose_backend(backend, torch.device(device))
-        self._layers: weakref.WeakKeyDictionary[MegaWeights, dict[Any, MoE]]
-        self._layers = weakref.WeakKeyDictionary()
+        self.layers: Layers = weakref.WeakKeyDictionary()
+        self._configs: dict[float | None, MoEConfig] = {None: config}
         parts = _parts(num_max_tokens_per_rank, num_topk, hidden)
         memory = _reused(base, self) if base is not None else None
         if memory is None:
@@ -119,6 +125,15 @@ class SymmBuffer:
                 f"{self.x_scales.shape[0]} tokens, got {tuple(scale.shape)}"
             )
 
+    def config(self, clamp: float | None) -> MoEConfig:
+        """Configuration of a call with this clamp."""
+        found = self._configs.get(clamp)
+        if found is None:
+            activation = SwiGLU(limit=clamp)
+            found = dataclasses.replace(self._configs[None], activation=activation)
+            self._configs[clamp] = found
+        return found
+
     def live(self) -> Tensor:
         """``buffer``. Raises RuntimeError after `destroy`."""
         if self.buffer is None:
@@ -129,7 +144,7 @@ class SymmBuffer:
         """Give the memory back; later calls with this buffer raise."""
         for name in ("buffer", "handle", "group", *(b.name for b in _parts(0, 0, 0))):
             setattr(self, name, None)
-        self._layers.clear()
+        self.layers.clear()
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _RINGS:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_kernels.activations import Activation, SwiGLU
+from cute_kernels.activations import Activation
 from cute_kernels.nvfp4 import Nvfp4Tensor
 from cute_kernels.torch_math import TORCH_MATH
-from moe.config import MoEConfig
 from moe.layer import MoE
 from moe.mega.buffer import SymmBuffer
 from moe.mega.checks import (
@@ -142,19 +142,12 @@ def _layer(
     clamp: float | None,
     scales: tuple[Tensor, Tensor, Tensor | None],
 ) -> MoE:
-    """The layer that computes with these weights, made once per buffer, weights and clamp; its
-    global scales are those of the call."""
-    made = buffer._layers.setdefault(l1, {})
-    key = (l2.data.data_ptr(), clamp)  # the layer keeps l2.data alive, so its address is its own
-    layer = made.get(key)
+    """The layer that computes with these weights, made by their first call with this buffer; clamp
+    and global scales are those of this call."""
+    cfg = buffer.config(clamp)
+    made = buffer.layers.setdefault(l1, weakref.WeakKeyDictionary())
+    layer = made.get(l2)
     if layer is None:
-        cfg = MoEConfig(
-            buffer.hidden,
-            buffer.intermediate_hidden,
-            buffer.num_experts,
-            buffer.num_topk,
-            activation=SwiGLU(limit=clamp),
-        )
         weights = ExpertWeights(
             l1.data,
             l1.scale,
@@ -164,7 +157,8 @@ def _layer(
             scales[1],
             first_expert=buffer.experts_start_idx,
         )
-        layer = made[key] = MoE(cfg, weights, backend=buffer.backend)
+        layer = made[l2] = MoE(cfg, weights, backend=buffer.backend)
+    layer.cfg = cfg
     layer.g13, layer.g2, layer.gh = scales
     return layer
 

@@ -21,6 +21,7 @@ from tests.layers import poison_new_tensors, same_bits
 from tests.mega import data
 from tests.mega.data import E, H, I, K, T, Tokens
 from tests.oracle import OracleLayer
+from tests.test_layer_compile import HostRead, NoPythonReads, NoSyncingOps
 
 needs_simulator = pytest.mark.skipif(
     not compiler.simulated(), reason="the simulator needs the DSL and a C compiler"
@@ -207,7 +208,7 @@ def test_one_buffer_serves_many_layers_and_forgets_those_that_are_gone() -> None
     del prepared[0], pair
     gc.collect()
     assert gone() is None  # the buffer kept nothing of it
-    assert len(buffer._layers) == 2
+    assert len(buffer.layers) == 2
 
 
 def test_scales_and_clamp_may_change_between_calls() -> None:
@@ -243,6 +244,20 @@ def test_sizes_of_the_buffer() -> None:
     assert all(p.untyped_storage().data_ptr() == storage for p in parts)
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+def test_nothing_reads_the_device() -> None:
+    """What would make the host wait for a GPU, and break a capture; a2_scales are read where they
+    lie on the host, so they are left out."""
+    of, t = data.layer(0.5), data.tokens()
+    buffer, pair, y = buffer_of(t), weights_of(of), empty_y()
+    stats = torch.zeros(E, dtype=torch.int32)
+    options = scales_of(of) | {"activation_clamp": 0.5, "routed_scaling_factor": 2.0}
+    with NoPythonReads(), NoSyncingOps():
+        mega.fp4_fp4_mega_moe(y, *pair, buffer, cumulative_local_expert_recv_stats=stats, **options)
+    assert same_bits(y, data.stages(of, t, 0.5, factor=2.0).y)
+    with pytest.raises(HostRead), NoPythonReads(), NoSyncingOps():
+        bool((stats > 0).any())
 
 
 def test_compiled_caller_gives_the_same_bits() -> None:
