@@ -159,7 +159,9 @@ def _layer(
         )
         layer = made[l2] = MoE(cfg, weights, backend=buffer.backend)
     layer.cfg = cfg
-    layer.g13, layer.g2, layer.gh = scales
+    for name, scale in zip(("g13", "g2", "gh"), scales):
+        if getattr(layer, name) is not scale:  # an assignment to a module costs more than this
+            setattr(layer, name, scale)
     return layer
 
 

@@ -174,22 +174,20 @@ def check_overlap(
 ) -> None:
     """What is written must not lie in what is read."""
     read = [buffer.live(), *(t for w in weights for t in (w.data, w.scale))]
-    read += [t for t in others if t is not None]
-    for name, out in (("y", y), ("cumulative_local_expert_recv_stats", stats)):
-        if out is not None and any(_overlap(out, t) for t in read):
+    spans = [_span(t) for t in (*read, *(t for t in others if t is not None))]
+    written = {"y": _span(y)}
+    if stats is not None:
+        written["cumulative_local_expert_recv_stats"] = _span(stats)
+    for name, (first, end) in written.items():
+        if any(first < b and a < end for a, b in spans):
             raise ValueError(f"{name} shares memory with an input of the call")
-    if stats is not None and _overlap(y, stats):
-        raise ValueError("y shares memory with cumulative_local_expert_recv_stats")
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Do the bytes of two tensors meet? Strided ones count from the first to the last."""
-    if a.device != b.device or not a.numel() or not b.numel():
-        return False
-    (a0, a1), (b0, b1) = _span(a), _span(b)
-    return a0 < b1 and b0 < a1
+        spans.append((first, end))  # statistics in y count as well
 
 
 def _span(t: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and behind the last; strided tensors count with their gaps."""
+    first = t.data_ptr()
+    if t.is_contiguous():
+        return first, first + t.nbytes
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+    return first, first + (last + 1) * t.element_size()

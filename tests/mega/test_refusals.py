@@ -95,7 +95,7 @@ CASES: list[tuple[str, Change, type[Exception], str]] = [
     (STATS, lambda a: a[STATS][1:], ValueError, "one row per local expert"),
     (STATS, lambda a: a[STATS].repeat_interleave(2)[::2], ValueError, "must be contiguous"),
     (STATS, stats_in_the_alphas, ValueError, "shares memory with an input"),
-    (STATS, stats_in_y, ValueError, "y shares memory with cumulative"),
+    (STATS, stats_in_y, ValueError, "recv_stats shares memory with an input"),
     ("x_bf16", lambda a: torch.zeros(T, H, dtype=torch.bfloat16), ValueError, "missing"),
 ]  # fmt: skip
 
