@@ -28,8 +28,7 @@ LAYOUTS = {
     "gate_up": _Layout("gate_up", 1, False),
     "up_gate": _Layout("up_gate", 1, False),
     "interleaved": _Layout("interleaved", 1, False),
-    "interleaved_8": _Layout("interleaved", 8, False),
-    "interleaved_16": _Layout("interleaved", 16, False),
+    **{f"interleaved_{g}": _Layout("interleaved", g, False) for g in (8, 16, 32, 64)},
     "deep_gemm": _Layout("interleaved", 8, True),
 }
 
@@ -118,8 +117,8 @@ def transform_weights_for_mega_moe(
                 float8_e4m3fn (E, 2I, H/16); any strides (MN-major words included)
     l2_weights  the same for (E, H, I)
     layout      order of the rows of L1: "gate_up" (all gate rows, then all up rows), "up_gate",
-                "interleaved", "interleaved_8", "interleaved_16" (gate first, in turns of 1, 8, 16
-                rows), or "deep_gemm": both pairs are the *output* of DeepGEMM's own transform
+                "interleaved" (gate first, row by row), "interleaved_8", _16, _32, _64 (in turns of
+                so many rows), or "deep_gemm": both pairs are the *output* of DeepGEMM's own transform
     Two bf16 tensors (2 S, H), (H, S) instead of pairs are shared experts: [gate | up].
 
     Raises TypeError or ValueError for other types and shapes, and for block scales that are NaN or
