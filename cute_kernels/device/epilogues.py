@@ -3,14 +3,15 @@
 An epilogue is a frozen dataclass (its repr is part of the kernel's key). The mainloop hands it a
 piece of an accumulator at a time, which one of two methods takes, by the plan of the mainloop:
 
-    store_row(args, values, place)          one thread owns acc[row, col : col + width] in fp32
+    store_row(args, row, values, place)     one thread owns acc[row, col : col + width] in fp32
     store_col(args, values, place, count)   one thread owns acc[row : row + DECODE_STEP, col]
 
 ``place`` is a `Place`. store_row: the mainloop has checked that ``row`` is a real row; columns at
 and past ``place.n`` exist in ``values`` but not in the output. Threads diverge here: no warp
-collectives. store_col: the 32 threads of a warp own consecutive columns from a multiple of 32 on
-and are all here; the first ``count`` rows are real; a column may be at or past ``place.n``. Both
-give the same bits.
+collectives. ``row`` is what ``begin_row(args, place)`` returned once per tile, before the
+accumulator was ready: all that does not depend on the column. store_col: the 32 threads of a warp
+own consecutive columns from a multiple of 32 on and are all here; the first ``count`` rows are
+real; a column may be at or past ``place.n``. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -83,10 +84,24 @@ def column_bias(bias, place):
     return value
 
 
+def scaled(values, first: int, count: int, pair) -> list:
+    """values[first : first + count], even ones times pair[0], odd ones times pair[1]."""
+    pairs = (ptx.mul_pair((values[i], values[i + 1]), pair) for i in range(first, first + count, 2))
+    return [v for both in pairs for v in both]
+
+
 class StoreArgs(NamedTuple):
     out: Any
     alpha: Any
     row_scale: Any
+    bias: Any
+
+
+class RowStore(NamedTuple):
+    """A row of the output: its factor, and addresses of the row and of the expert's bias."""
+
+    alpha: Any
+    out: Any
     bias: Any
 
 
@@ -117,20 +132,26 @@ class StoreRows:
             Ptr(self.dtype), f32, f32 if self.row_scaled else None, f32 if self.biased else None
         )
 
-    @cute.jit
-    def store_row(self, args, values, place):
+    def begin_row(self, args, place):
         alpha = row_alpha(place, args.alpha, args.row_scale, None)
         size = _BYTES[self.dtype]
-        per_store = 16 // size
-        base = args.out.toint() + (Int64(place.row) * place.n + place.col) * size
+        bias = None
+        if self.biased:
+            bias = args.bias.toint() + Int64(place.expert) * place.n * 4
+        return RowStore(alpha, args.out.toint() + Int64(place.row) * place.n * size, bias)
+
+    @cute.jit
+    def store_row(self, args, row, values, place):
+        size = _BYTES[self.dtype]
+        per_store = 32 // size
+        base = row.out + place.col * size
         for i in cutlass.range_constexpr(self.width // per_store):
             if place.col + i * per_store < place.n:
-                part = [ptx.mul(values[i * per_store + j], alpha) for j in range(per_store)]
+                part = scaled(values, i * per_store, per_store, (row.alpha, row.alpha))
                 if cutlass.const_expr(self.biased):
-                    at = Int64(place.expert) * place.n + place.col + i * per_store
-                    bias = args.bias.toint() + at * 4
+                    bias = row.bias + (place.col + i * per_store) * 4
                     part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
-                ptx.store_u32x4(base + 16 * i, self.pack(part))
+                ptx.store_u32x8(base + 32 * i, self.pack(part))
 
     @cute.jit
     def store_col(self, args, values, place, count):
@@ -156,11 +177,11 @@ class StoreRows:
             ptx.store_u16(address, ptx.pack_f16x2(value, value))
 
     def pack(self, part):
-        """Four words of one 16-byte store."""
+        """Eight words of one 32-byte store."""
         if self.dtype == "Float32":
             return [v.bitcast(Uint32) for v in part]
         pack = ptx.pack_bf16x2 if self.dtype == "BFloat16" else ptx.pack_f16x2
-        return [pack(part[2 * j], part[2 * j + 1]) for j in range(4)]
+        return [pack(part[2 * j], part[2 * j + 1]) for j in range(8)]
 
 
 class ActivationArgs(NamedTuple):
@@ -170,6 +191,18 @@ class ActivationArgs(NamedTuple):
     row_scale: Any
     row_index: Any
     out_scale: Any
+    bias: Any
+
+
+class RowQuantize(NamedTuple):
+    """A row of h: factors of gate and up, outer scale g and 1 / (6 g), addresses of its codes, of
+    its first scale byte, and of the expert's bias."""
+
+    alphas: Any
+    g: Any
+    c: Any
+    data: Any
+    scale: Any
     bias: Any
 
 
@@ -213,8 +246,7 @@ class ActivationQuantize:
             Ptr("Uint8"), Ptr("Uint8"), f32, f32, index, f32, f32 if self.biased else None
         )
 
-    @cute.jit
-    def store_row(self, args, values, place):
+    def begin_row(self, args, place):
         parts = self.parts
         alphas = [
             row_alpha(place, args.alpha, args.row_scale, args.row_index, p, parts)
@@ -223,26 +255,50 @@ class ActivationQuantize:
         g = ptx.load_f32(args.out_scale.toint() + Int64(place.expert) * 4)
         c = Float32(1.0) / ptx.mul(g, Float32(6.0))
         inter = place.n // parts
-        first = place.col // parts  # of h
-        for b in cutlass.range_constexpr(2):
-            col = first + b * BLOCK
-            if col < inter:
-                h = [self.value(args, values, alphas, place, b * BLOCK + j) for j in range(BLOCK)]
-                byte, codes = encode_block(h, g, c)
-                ptx.store_u32x2(args.data.toint() + (Int64(place.row) * inter + col) // 2, codes)
-                self.store_scale(args.scale, place.sf_row, col // BLOCK, inter // BLOCK, byte)
+        bias = None
+        if self.biased:
+            bias = args.bias.toint() + Int64(place.expert) * place.n * 4
+        data = args.data.toint() + Int64(place.row) * (inter // 2)
+        padded = (inter // BLOCK + 3) // 4 * 4
+        scale = args.scale.toint() + scale_offset(place.sf_row, 0, padded)
+        return RowQuantize((alphas[0], alphas[-1]), g, c, data, scale, bias)
 
-    def value(self, args, values, alphas, place, j):
-        """h of one column, fp32."""
-        pre = []
-        for p, alpha in enumerate(alphas):
-            i = j * self.parts + p
-            v = ptx.mul(values[i], alpha)
-            if self.biased:
-                at = Int64(place.expert) * place.n + place.col + i
-                v = ptx.add(v, ptx.load_f32(args.bias.toint() + at * 4))
-            pre.append(v)
-        return self.activation(DEVICE_MATH, *pre)
+    @cute.jit
+    def store_row(self, args, row, values, place):
+        """Both blocks of h are computed, only those inside are stored: a second block past the
+        last column gives scale byte 0, which is what pads K."""
+        shift = self.parts - 1  # shifts: the division of the language rounds down, which costs more
+        inter = place.n >> shift
+        col = place.col >> shift  # of h, a multiple of 32
+        byte0, codes0 = self.block(row, values, place, 0)
+        byte1, codes1 = self.block(row, values, place, 1)
+        data = row.data + (col >> 1)
+        if inter & 31 == 0:
+            ptx.store_u32x4(data, [*codes0, *codes1])
+        else:  # rows of codes are aligned to 8 bytes only
+            ptx.store_u32x2(data, codes0)
+            if col + BLOCK < inter:
+                ptx.store_u32x2(data + 8, codes1)
+        group, groups = col >> 4, inter >> 4  # group is even
+        scale = row.scale + ((group >> 2) * 512 + (group & 3))
+        if group + 1 == groups:
+            byte1 = Uint32(0)
+        ptx.store_u16(scale, byte0 | (byte1 << 8))
+        if group + 2 >= groups and group & 3 == 0:
+            ptx.store_u16(scale + 2, Uint32(0))
+
+    def block(self, row, values, place, b: int):
+        """(scale byte, codes) of block ``b`` of this step."""
+        size = BLOCK * self.parts
+        pre = scaled(values, b * size, size, row.alphas)
+        if self.biased:
+            # the last block of the step may lie outside: any bias will do there
+            first = cutlass.min(place.col + b * size, place.n - size)
+            bias = row.bias + Int64(first) * 4
+            pre = [ptx.add(v, ptx.load_f32(bias + 4 * i)) for i, v in enumerate(pre)]
+        step = self.parts
+        h = [self.activation(DEVICE_MATH, *pre[i : i + step]) for i in range(0, size, step)]
+        return encode_block(h, row.g, row.c)
 
     @cute.jit
     def store_col(self, args, values, place, count):
@@ -299,11 +355,11 @@ def scale_offset(row, group, padded_groups):
 def encode_block(h, g, c):
     """16 fp32 values -> (scale byte, two words of codes) for the outer scale g, c = 1 / (6 g)."""
     amax = ptx.abs_f32(h[0])
-    for v in h[1:]:
-        amax = cute.arch.fmax(amax, ptx.abs_f32(v), nan=True)
+    for a, b in zip(h[1::2], [*h[2::2], h[0]]):
+        amax = ptx.max_abs3(amax, a, b)
     byte, r = block_scale(amax, g, c)
-    scaled = [ptx.mul(v, r) for v in h]
-    return byte, [ptx.encode_e2m1x8(scaled[:8]), ptx.encode_e2m1x8(scaled[8:])]
+    codes = scaled(h, 0, BLOCK, (r, r))
+    return byte, [ptx.encode_e2m1x8(codes[:8]), ptx.encode_e2m1x8(codes[8:])]
 
 
 def block_scale(amax, g, c):

@@ -64,6 +64,12 @@ def store_u32x4(address: Int64, words) -> None:
     )
 
 
+def store_u32x8(address: Int64, words) -> None:
+    """32 bytes, aligned to 32 (instruction of sm_100): a whole sector of the L2."""
+    words_text = ", ".join(f"{{$r{i + 1}}}" for i in range(8))
+    inline_ptx(f"st.global.v8.b32 [{{$r0}}], {{{words_text}}};", read_only_args=[address, *words])
+
+
 def stream_u32x4(address: Int64, words) -> None:
     """Store of what is not read again soon: it leaves the L2 to others (evict first)."""
     inline_ptx(
@@ -134,6 +140,11 @@ def mul(a: Float32, b: Float32) -> Float32:
     )
 
 
+def mul_pair(a, b) -> tuple[Float32, Float32]:
+    """(a0 * b0, a1 * b1) in one instruction of sm_100."""
+    return cutlass.cute.arch.mul_packed_f32x2(a, b, rnd="rn", ftz=False)
+
+
 def add(a: Float32, b: Float32) -> Float32:
     return inline_ptx(
         "add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
@@ -150,6 +161,15 @@ def fma(a: Float32, b: Float32, c: Float32) -> Float32:
 
 def abs_f32(a: Float32) -> Float32:
     return (a.bitcast(Uint32) & 0x7FFFFFFF).bitcast(Float32)
+
+
+def max_abs3(a: Float32, b: Float32, c: Float32) -> Float32:
+    """max(|a|, |b|, |c|), NaN if one of them is (instruction of sm_100)."""
+    return inline_ptx(
+        "max.NaN.abs.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
 
 
 def max_u16x2(a: Uint32, b: Uint32) -> Uint32:

@@ -18,7 +18,13 @@ from cutlass import Float32, Int64, Uint32
 from cute_kernels.compile import Ptr
 from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
-from cute_kernels.device.epilogues import column_bias, lane_scale, row_alpha, scaled_alpha
+from cute_kernels.device.epilogues import (
+    column_bias,
+    lane_scale,
+    row_alpha,
+    scaled,
+    scaled_alpha,
+)
 
 
 class ScatterArgs(NamedTuple):
@@ -28,6 +34,15 @@ class ScatterArgs(NamedTuple):
     bias: Any
     row_token: Any
     row_weight: Any
+
+
+class RowScatter(NamedTuple):
+    """What a row becomes: its factors, and addresses of its token in y and of the bias."""
+
+    alpha: Any
+    weight: Any
+    y: Any
+    bias: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,24 +81,29 @@ class ScatterAdd:
             f32 if self.weighted else None,
         )
 
-    @cute.jit
-    def store_row(self, args, values, place):
+    def begin_row(self, args, place):
         alpha = row_alpha(place, args.alpha, args.row_scale, None)
         token = ptx.load_i32(args.row_token.toint() + Int64(place.row) * 4)
-        weight = None
-        if cutlass.const_expr(self.weighted):
+        weight = bias = None
+        if self.weighted:
             weight = ptx.load_f32(args.row_weight.toint() + Int64(place.row) * 4)
+        if self.biased:
+            bias = args.bias.toint() + Int64(place.expert) * place.n * 4
+        size = 4 if self.dtype == "Float32" else 2
+        return RowScatter(alpha, weight, args.y.toint() + Int64(token) * place.n * size, bias)
+
+    @cute.jit
+    def store_row(self, args, row, values, place):
         size = 4 if self.dtype == "Float32" else 2
         per_store = 16 // size
-        base = args.y.toint() + (Int64(token) * place.n + place.col) * size
+        base = row.y + place.col * size
         for i in cutlass.range_constexpr(self.width // per_store):
             if place.col + i * per_store < place.n:
-                part = [ptx.mul(values[i * per_store + j], alpha) for j in range(per_store)]
+                part = scaled(values, i * per_store, per_store, (row.alpha, row.alpha))
                 if cutlass.const_expr(self.biased):
-                    at = Int64(place.expert) * place.n + place.col + i * per_store
-                    bias = args.bias.toint() + at * 4
+                    bias = row.bias + (place.col + i * per_store) * 4
                     part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
-                self.add(base + 16 * i, self.addends(part, weight))
+                self.add(base + 16 * i, self.addends(part, row.weight))
 
     @cute.jit
     def store_col(self, args, values, place, count):

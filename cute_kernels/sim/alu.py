@@ -278,8 +278,7 @@ def encode(values: list[Any], t: str) -> Any:
 def _arith(base: str, instr: Any) -> Function:
     """The scalar function of a float instruction, on fp32 (or fp64) values."""
     nan = instr.has("NaN")
-    absolute = instr.has("xorsign") or (instr.has("abs") and base in ("min", "max"))
-    if absolute:
+    if instr.has("xorsign"):
         raise UnsupportedInstruction(f"{instr.opcode} is not modelled")
     narrow = type_of(instr) not in ("f32", "f32x2", "f64")
     table: dict[str, Function] = {
@@ -290,6 +289,8 @@ def _arith(base: str, instr: Any) -> Function:
         "fma": fma_f64 if type_of(instr) == "f64" else (fma_wide if narrow else numerics.fma_f32),
     }  # fmt: skip
     table["mad"] = table["fma"]
+    if instr.has("abs") and base in ("min", "max"):
+        return lambda *values: table[base](*(np.abs(v) for v in values))
     return table[base]
 
 

@@ -444,6 +444,7 @@ class Sm100GroupedGemm:
             num_steps = plan.steps(c, self.epilogue, tile)
             # steps after which the columns that the next accumulator uses are in registers
             release_after = -(-c.sf_columns // width) if c.overlapped else num_steps
+            begun = plan.begin(self.epilogue, args, where)
             cute.arch.mbarrier_wait(acc_full, phase)
             for i in cutlass.range(num_steps, unroll=1):
                 j = i
@@ -453,7 +454,7 @@ class Sm100GroupedGemm:
                 cute.copy(tmem_copy, tTR[(None, None, None, 0, j, count & 1)], rAcc)
                 if i == release_after - 1:
                     self.release_accumulator(acc_empty, leader)
-                plan.store(self.epilogue, args, values, where, j)
+                plan.store(self.epilogue, args, begun, values, where, j)
             count += 1
             item += self.item_step()
             work = self.next_work(walk, item)

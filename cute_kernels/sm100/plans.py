@@ -55,15 +55,23 @@ class Prefill:
     def steps(self, c: GemmConfig, epilogue: Any, tile: Tile) -> Any:
         return c.tile_n // epilogue.width
 
+    def begin(self, epilogue, args, where):
+        """What the epilogue keeps of this thread's row. Past the expert's end: of its last row."""
+        work, tile, lane_row, n = where
+        row = cutlass.min(tile.rows.row + lane_row, work.end - 1)
+        sf_row = tile.rows.sf_row + lane_row
+        place = Place(work.expert, row, sf_row, tile.weights.row, n)
+        return epilogue.begin_row(args, place)
+
     @cute.jit
-    def store(self, epilogue, args, values, where, step):
+    def store(self, epilogue, args, begun, values, where, step):
         """Thread ``lane_row`` owns a routed row; ``step`` counts widths of columns."""
         work, tile, lane_row, n = where
         row = tile.rows.row + lane_row
         col = tile.weights.row + step * epilogue.width
         if row < work.end and col < n:
             place = Place(work.expert, row, tile.rows.sf_row + lane_row, col, n)
-            epilogue.store_row(args, values, place)
+            epilogue.store_row(args, begun, values, place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +97,11 @@ class Decode:
     def steps(self, c: GemmConfig, epilogue: Any, tile: Tile) -> Any:
         return tile.boxes
 
+    def begin(self, epilogue, args, where):
+        return None
+
     @cute.jit
-    def store(self, epilogue, args, values, where, step):
+    def store(self, epilogue, args, begun, values, where, step):
         """Thread ``lane_row`` owns a row of the weights, a register is a routed row."""
         work, tile, lane_row, n = where
         first = step * DECODE_STEP
