@@ -353,6 +353,8 @@ def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: 
     for name, tensor in (("rows", rows.data), ("weights", weights.data), ("scales", rows.scale)):
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must start at a multiple of 16 bytes, as TMA reads them")
+    if tensors[0].data_ptr() % 32:
+        raise ValueError("the output must start at a multiple of 32 bytes: one store writes them")
     experts, n, half = weights.data.shape
     config = choose_config(rows.routed, experts, n)
     gathered = rows.row_token is not None
