@@ -118,7 +118,7 @@ def transform_weights_for_mega_moe(
     l2_weights  the same for (E, H, I)
     layout      order of the rows of L1: "gate_up" (all gate rows, then all up rows), "up_gate",
                 "interleaved" (gate first, row by row), "interleaved_8", _16, _32, _64 (in turns of
-                so many rows), or "deep_gemm": both pairs are the *output* of DeepGEMM's own transform
+                so many rows), or "deep_gemm": both pairs are the *output* of DeepGEMM's transform
     Two bf16 tensors (2 S, H), (H, S) instead of pairs are shared experts: [gate | up].
 
     Raises TypeError or ValueError for other types and shapes, and for block scales that are NaN or

@@ -92,7 +92,7 @@ def test_one_wrong_byte_or_order_is_noticed() -> None:
     laid = mega.transform_weights_for_mega_moe(l1, l2)
     assert same_weights(*laid, want)
     for layout in mega.LAYOUTS:
-        if layout != "gate_up":
+        if layout not in ("gate_up", "interleaved_64"):  # one turn of I rows: the same order
             assert not same_weights(
                 *mega.transform_weights_for_mega_moe(l1, l2, layout=layout), want
             )
