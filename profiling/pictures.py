@@ -99,10 +99,20 @@ def bench_picture(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
     save(figure, path)
 
 
-SLICES = {
-    "run": "#9aa5b1", "load": "#1f6f8b", "cp": "#c9a227", "mma": "#2a9d5c", "commit": "#87b38d",
-    "store": "#8b5fbf",
-}  # fmt: skip
+SLICES = {  # name of a slice -> colour, words
+    "run": ("#9aa5b1", "instructions"),
+    "load": ("#1f6f8b", "TMA load"),
+    "cp": ("#c9a227", "scale copy"),
+    "mma": ("#2a9d5c", "MMA"),
+    "commit": ("#87b38d", "commit"),
+    "store": ("#8b5fbf", "TMA store"),
+    "main loop": ("#2a9d5c", "main loop"),
+    "issue rows": ("#1f6f8b", "copies of rows issued"),
+    "finish": ("#8b5fbf", "accumulators to memory, next tile"),
+    "find tile": ("#c9a227", "find tile"),
+    "schedule": ("#9aa5b1", "schedule"),
+}
+WAIT = "#d9b3b3"
 
 
 def timeline_picture(path: Path, timeline: Any) -> None:
@@ -113,17 +123,18 @@ def timeline_picture(path: Path, timeline: Any) -> None:
     rows = timeline.rows()
     if not rows:
         raise ValueError("the timeline has nothing to draw between these points")
-    figure, axes = plt.subplots(figsize=(15, 0.34 * len(rows) + 1.6))
+    size = (15, 0.34 * len(rows) + 1.8)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
     start = min(s.start for s in timeline.slices)
     width = timeline.end - start
     for y, key in enumerate(rows):
         mine = [s for s in timeline.slices if (s.cta, s.row) == key]
         for s in mine:
             waits = s.kind == "wait"
-            colour = "#ffffff" if waits else SLICES.get(s.name, SLICES["run"])
+            colour = "#ffffff" if waits else SLICES.get(s.name, SLICES["run"])[0]
             axes.barh(
                 y, s.duration, left=s.start, height=0.5 if waits else 0.8, color=colour,
-                edgecolor="#d9b3b3" if waits else colour, linewidth=0.4,
+                edgecolor=WAIT if waits else colour, linewidth=0.4,
                 hatch="////" if waits else None, alpha=0.75 if key[1] in ENGINES else 1.0,
             )  # fmt: skip
             if waits and s.duration > 0.045 * width:
@@ -135,10 +146,10 @@ def timeline_picture(path: Path, timeline: Any) -> None:
     axes.set_xlim(start, timeline.end)
     axes.set_xlabel(CLOCKS[timeline.clock])
     axes.set_title(timeline.title, fontsize=9)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in SLICES.values()]
-    handles.append(plt.Rectangle((0, 0), 1, 1, facecolor="#fff", edgecolor="#d9b3b3", hatch="////"))
-    names = ["instructions", "TMA load", "scale copy", "MMA", "commit", "TMA store", "wait"]
-    axes.legend(
-        handles, names, ncols=7, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.09)
-    )
+    box = {"xy": (0, 0), "width": 1, "height": 1}
+    present = [n for n in SLICES if any(s.name == n and s.kind != "wait" for s in timeline.slices)]
+    handles = [plt.Rectangle(**box, color=SLICES[n][0]) for n in present]
+    handles.append(plt.Rectangle(**box, facecolor="#fff", edgecolor=WAIT, hatch="////"))
+    names = [SLICES[n][1] for n in present] + ["wait"]
+    figure.legend(handles, names, ncols=8, fontsize=7, loc="outside lower center")
     save(figure, path)

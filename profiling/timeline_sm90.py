@@ -1,0 +1,157 @@
+"""Timelines of the Hopper kernel from hardware, through the DSL's in-kernel event tracing (iket).
+
+`record` starts this module once more under ``iket profile``, which compiles the ranges of
+`profiling.marked_sm90` in and records them; the kernel cache is switched off for that process, so
+that no kernel with ranges is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.sm90.config import CONSUMER_WARPS
+from moe.explain import find_config
+from profiling.timeline import Slice, Timeline
+
+KERNEL = "_marked"
+
+
+def record(args: argparse.Namespace) -> Timeline:
+    """Raises RuntimeError without a Hopper GPU, without iket, or when it records nothing."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise RuntimeError("a timeline of the Hopper kernel needs a GPU of compute capability 9.0")
+    if importlib.util.find_spec("iket") is None:
+        raise RuntimeError("iket, part of nvidia-cutlass-dsl 4.8.1, cannot be imported")
+    cfg = find_config(args.case)
+    n, k = cfg.projections * cfg.intermediate, cfg.hidden
+    if args.stage == "L2":
+        n, k = cfg.hidden, cfg.intermediate
+    sizes = [str(v) for v in (args.rows, args.experts, n, k)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            "env", "NVFP4_MEGAMOE_CACHE_DIR=off",
+            sys.executable, "-m", "iket.cli.main", "--output-dir", f"{folder}/iket",
+            "profile", "--postprocess", "json", "--",
+            sys.executable, "-m", "profiling.timeline_sm90", *sizes,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = sorted(Path(folder).rglob("*.trace.json"))
+        if done.returncode or not found:
+            last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+            raise RuntimeError(f"iket recorded nothing: {' '.join(last)}")
+        trace = json.loads(found[0].read_text())
+    title = f"sm90 {args.case} {args.stage}: {args.rows} rows on {args.experts} experts, {n} x {k}"
+    return from_iket(trace, args.ctas, title)
+
+
+def from_iket(trace: dict[str, Any], ctas: int, title: str) -> Timeline:
+    """The last launch of the marked kernel in what ``iket profile --postprocess json`` writes, its
+    first ``ctas`` CTAs; time starts with the first warp.
+
+    Raises ValueError when the file holds no such launch.
+    """
+    launches = [x for x in trace["launches"] if KERNEL in x["kernelName"]]
+    if not launches:
+        raise ValueError(f"no launch of a kernel named *{KERNEL}* among {len(trace['launches'])}")
+    last, places, names = launches[-1], trace["locationTable"], trace["stringTable"]
+    lives = {x["locIdx"]: (x["startTs"], x["endTs"]) for x in last["warpLifetimes"]}
+    origin = min(start for start, _ in lives.values())
+    ranges: dict[int, list[Span]] = {}
+    for r in last["ranges"]:
+        span = Span(names[r["rangeNameIdx"]], r["startTs"] - origin, r["endTs"] - origin)
+        ranges.setdefault(r["warpLocIdxs"][0], []).append(span)
+    slices = []
+    for where, spans in ranges.items():
+        cta, warp = places[where]["ctaId"][0], places[where]["warpId"]
+        if cta >= ctas:
+            continue
+        consumer = warp < CONSUMER_WARPS
+        row = f"consumer {warp}" if consumer else "producer"
+        start, end = (t - origin for t in lives[where])
+        outer = Span("finish" if consumer else "schedule", start, end)
+        slices += [
+            Slice(cta, row, "wait" if p.name in WAITS else "run", p.name, p.start, p.end - p.start)
+            for p in flatten([outer, *spans])
+        ]
+    return Timeline(title, "ns", tuple(slices))
+
+
+WAITS = ("wait ab_full", "load tile")  # of the latter only what is not "issue rows"
+
+
+class Span(NamedTuple):
+    name: str
+    start: int
+    end: int
+
+
+def flatten(spans: list[Span]) -> list[Span]:
+    """Nested intervals -> what is innermost at each moment, in order, without gaps or overlaps
+    inside the outermost one. Intervals nest or follow each other."""
+    out: list[Span] = []
+    stack: list[Span] = []
+    at = min((s.start for s in spans), default=0)
+
+    def advance(to: int) -> None:
+        nonlocal at
+        while stack and stack[-1].end <= to:
+            done = stack.pop()
+            emit(done.name, done.end)
+        if stack:
+            emit(stack[-1].name, to)
+        at = max(at, to)
+
+    def emit(name: str, to: int) -> None:
+        nonlocal at
+        if to > at:
+            out.append(Span(name, at, to))
+            at = to
+
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        advance(span.start)
+        stack.append(span)
+    advance(max((s.end for s in spans), default=0))
+    return out
+
+
+def launch(rows: int, experts: int, n: int, k: int) -> None:
+    """One call of the marked kernel on random data, after one that warms up."""
+    from cute_kernels import compile as compiler
+    from cute_kernels.sm90 import host
+    from cute_kernels.sm90.config import choose_config, chunk_steps
+    from cute_kernels.sm90.epilogues import StoreRows
+    from profiling.bench_sm90 import Case, offsets_of, random_counts, random_weight
+    from profiling.marked_sm90 import MarkedGemm, MarkedRows
+
+    config = choose_config(rows, experts)
+    weight = random_weight(Case("timeline", k, n, experts), gated=False)
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    counts = random_counts(rows, experts, torch.Generator().manual_seed(0))
+    offsets = offsets_of(counts).cuda()
+    out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+    sizes = host.scratch_sizes(n, k, rows, config)
+    scratch = host.Sm90Scratch.for_calls("cuda", *sizes)
+    kernel = compiler.load(MarkedGemm(MarkedRows(), StoreRows(), config), host.ARCH)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    pointers = (weight.blob, x, out, offsets, scratch.counters, scratch.partial)
+    for _ in range(2):
+        kernel(
+            *(t.data_ptr() for t in pointers), experts, rows, k, n, chunk_steps(k, config),
+            sms * config.ctas_per_sm, weight.alpha.data_ptr(),
+            torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+    torch.cuda.synchronize()
+    assert bool(torch.isfinite(out).all())
+
+
+if __name__ == "__main__":
+    launch(*map(int, sys.argv[1:]))
