@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.gemm_ops import simulator_available, sm100_available
+from cute_kernels.sm90_ops import sm90_available
 from moe.experts import find_grouped_mm
 
 
@@ -19,7 +20,6 @@ class BackendStatus(NamedTuple):
 
 
 BACKENDS = ("sm100", "sm90", "sim", "torch", "reference")
-_NOT_YET = "this version of the package has no kernels for it"
 
 
 def backend_status(device: torch.device | str | None = None) -> list[BackendStatus]:
@@ -31,7 +31,7 @@ def backend_status(device: torch.device | str | None = None) -> list[BackendStat
     where = torch.device(device)
     return [
         BackendStatus("sm100", *sm100_available(where)),
-        BackendStatus("sm90", False, _NOT_YET),
+        BackendStatus("sm90", *sm90_available(where)),
         BackendStatus("sim", *simulator_available(where)),
         _torch_status(where),
         BackendStatus("reference", True, "any device; fp64 sums, slow: the specification"),

@@ -35,11 +35,13 @@ _CUDA_CHUNK_BYTES = 1 << 30  # decoded weights of all experts that exist at one 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
     """activations "nvfp4" (W4A4) or "bf16" (W4A16); activation_scale "per_token", "static" or
-    "per_tensor".
+    "per_tensor"; batch_invariant: the bits of a token depend on no other token, where a backend
+    would else choose by size between orders of summation.
     """
 
     activations: str = "nvfp4"
     activation_scale: str = "per_token"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.activations not in ("nvfp4", "bf16"):

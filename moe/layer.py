@@ -20,7 +20,7 @@ from cute_kernels.activations import BUILT_IN, Activation
 from cute_kernels.gemm_ops import start_simulator
 from cute_kernels.nvfp4 import ROW_MAJOR, Nvfp4Tensor
 from cute_kernels.ops import check_routing
-from moe import reference
+from moe import kernels_sm90, reference
 from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.dispatch import Batch, ExchangeCall, ReducedCall, join
@@ -61,6 +61,9 @@ class MoE(nn.Module):
                       (W4A16)
     activation_scale  outer scale of x: "per_token", "static" (weights.gx) or "per_tensor"
     deterministic     True is the only choice of the backends of this version
+    batch_invariant   True: a token has the same bits in any batch, whatever it costs. "sm90" sums
+                      in another order for few rows than for many unless this pins one; "torch" on a
+                      GPU refuses; the other backends do so anyway
     parallel          `ExpertParallel`: this rank's experts of all ranks; None: one process owns
                       every expert it computes
     workspace         `Workspace` that several layers share, or None: scratch per call
@@ -76,7 +79,7 @@ class MoE(nn.Module):
     tid2eid: Tensor | None
     gh: Tensor | None
     gx: Tensor | None
-    l1_data: Tensor
+    g13: Tensor
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class MoE(nn.Module):
         activations: str = "nvfp4",
         activation_scale: str = "per_token",
         deterministic: bool = True,
+        batch_invariant: bool = False,
         parallel: ExpertParallel | None = None,
         workspace: Workspace | None = None,
     ) -> None:
@@ -103,16 +107,28 @@ class MoE(nn.Module):
             _check_weights(cfg, weights)
             _check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
             self.cfg = cfg
-            self.numerics = Numerics(activations, activation_scale)
+            self.numerics = Numerics(activations, activation_scale, batch_invariant)
             if not deterministic:
                 raise ValueError(
                     "deterministic=False is not offered: every backend here is deterministic"
                 )
             self.backend = choose_backend(backend, weights.device)
+            if self.backend == "sm90" and parallel is not None:
+                if backend != "auto":
+                    raise ValueError(
+                        "backend 'sm90' keeps its weights packed, which tokens of other ranks do "
+                        "not reach yet: with parallel use backend='torch'"
+                    )
+                self.backend = "torch"
             if self.backend in KERNEL_BACKENDS and activations != "nvfp4":
                 raise ValueError(
                     f"backend {self.backend!r} multiplies NVFP4 by NVFP4: activations must be "
                     f"'nvfp4', got {activations!r}"
+                )
+            if batch_invariant and self.backend == "torch" and weights.device.type != "cpu":
+                raise ValueError(
+                    "backend 'torch' on a GPU leaves the order of sums to torch: a token would "
+                    "have other bits in another batch, which batch_invariant=True rules out"
                 )
             if parallel is not None:
                 self._number = join(parallel, self._local(weights))
@@ -121,11 +137,16 @@ class MoE(nn.Module):
         self.shared = shared
         self.workspace = workspace
         self.first_expert = weights.first_expert
+        packed = kernels_sm90.pack(weights, cfg) if self.backend == "sm90" else {}
+        for name, tensor in packed.items():
+            self.register_buffer(name, tensor, persistent=False)
         for name in _WEIGHT_FIELDS:
-            tensor = getattr(weights, name)
+            replaced = packed and name in kernels_sm90.CANONICAL
+            tensor = None if replaced else getattr(weights, name)
             # float8 buffers are kept as bytes: a module-wide dtype change must not touch them
-            is_scale = tensor is not None and tensor.dtype == torch.float8_e4m3fn
-            self.register_buffer(name, tensor.view(torch.uint8) if is_scale else tensor)
+            if tensor is not None and tensor.dtype == torch.float8_e4m3fn:
+                tensor = tensor.view(torch.uint8)
+            self.register_buffer(name, tensor)
         router = (router_weight, router_bias, selection_bias, tid2eid)
         for name, tensor in zip(_ROUTER_FIELDS, router):
             self.register_buffer(name, None if tensor is None else tensor.detach())
@@ -135,8 +156,12 @@ class MoE(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The `ExpertWeights` in the buffers of this module (no copy)."""
+        """The `ExpertWeights` in the buffers of this module: no copy, but for "sm90", which keeps
+        them packed and makes the canonical layout anew at every access.
+        """
         tensors: dict[str, Any] = {name: getattr(self, name) for name in _WEIGHT_FIELDS}
+        if self.backend == "sm90":
+            tensors |= kernels_sm90.unpack(self._buffers, self.cfg)
         for name in ("l1_scale", "l2_scale"):
             tensors[name] = tensors[name].view(torch.float8_e4m3fn)
         return ExpertWeights(**tensors, first_expert=self.first_expert)
@@ -153,6 +178,26 @@ class MoE(nn.Module):
                 child._apply(fn)
         super()._apply(keep_dtype, recurse=False)
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The canonical layout whatever the backend keeps, so that any backend loads it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.backend == "sm90":
+            for name, tensor in kernels_sm90.unpack(self._buffers, self.cfg).items():
+                destination[prefix + name] = tensor
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Weights of a state dict are canonical; "sm90" packs them into its own buffers."""
+        if self.backend == "sm90":
+            names = {n: prefix + n for n in kernels_sm90.CANONICAL}
+            found = {n: state_dict.pop(key) for n, key in names.items() if key in state_dict}
+            missing: list[str] = args[2]
+            missing += [key for n, key in names.items() if n not in found]
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            if len(found) == len(names):
+                kernels_sm90.repack(self._buffers, found, self.cfg)
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """x (T, H) or (B, S, H) bf16/fp16/fp32 -> the same shape and dtype.
@@ -229,8 +274,8 @@ class MoE(nn.Module):
                 "quantised x needs activations='nvfp4' and weights that do not multiply x: the "
                 "layer would have to quantise it anew"
             )
-        if x.device != self.l1_data.device:
-            raise ValueError(f"x is on {x.device}, the weights are on {self.l1_data.device}")
+        if x.device != self.g13.device:
+            raise ValueError(f"x is on {x.device}, the weights are on {self.g13.device}")
         return x
 
     def _check_ids(self, x: Tokens, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,8 +302,8 @@ class MoE(nn.Module):
             raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
         if x.dim() < 2 or x.shape[-1] != hidden:
             raise ValueError(f"x must be (T, {hidden}) or (B, S, {hidden}), got {tuple(x.shape)}")
-        if x.device != self.l1_data.device:
-            raise ValueError(f"x is on {x.device}, the weights are on {self.l1_data.device}")
+        if x.device != self.g13.device:
+            raise ValueError(f"x is on {x.device}, the weights are on {self.g13.device}")
         if torch.is_grad_enabled() and x.requires_grad:
             raise RuntimeError(
                 "this layer has no backward (NVFP4 inference): call it under torch.no_grad() or "
@@ -285,6 +330,11 @@ class MoE(nn.Module):
             return reference.experts(
                 x, ids, weights, self.cfg, self.weights, *numerics, shared=shared
             ).y
+        if self.backend == "sm90":
+            packed = self._packed_experts()
+            return kernels_sm90.run_sm90(
+                x, ids, weights, self.cfg, packed, self.numerics, shared, self.workspace
+            )
         if self.backend in KERNEL_BACKENDS:
             return run_kernels(x, ids, weights, self.cfg, self.weights, self.numerics, shared)
         return run_torch(
@@ -298,6 +348,9 @@ class MoE(nn.Module):
             return ExchangeCall(parallel, self._number, local, mode, self.workspace)
         return ReducedCall(parallel, local, self.workspace) if mode.reduce else None
 
+    def _packed_experts(self) -> kernels_sm90.PackedExperts:
+        return kernels_sm90.experts_of(self._buffers, self.cfg, self.first_expert)
+
     def plan_memory(self, max_tokens: int) -> int:
         """Bytes of scratch that a call with up to ``max_tokens`` tokens takes: the size of a
         `Workspace`. 0 for backends that take nothing from one. With ``parallel``, ``max_tokens``
@@ -307,6 +360,9 @@ class MoE(nn.Module):
         call = None if self.parallel is None else self._call(self.parallel)
         if isinstance(call, ExchangeCall):
             return total_bytes(call.buffers(call.worst(max_tokens)))
+        if self.backend == "sm90":
+            packed = self._packed_experts()
+            return kernels_sm90.plan_memory(max_tokens, self.cfg, packed, self.numerics)
         if self.backend != "torch":
             return 0
         return total_bytes(scratch_buffers(max_tokens, self.cfg, self.weights))
@@ -314,7 +370,8 @@ class MoE(nn.Module):
     def warmup(self, max_tokens: int) -> None:
         """Prepare every call with up to ``max_tokens`` tokens: afterwards nothing is compiled.
 
-        The PyTorch backends compile nothing. Raises ValueError when the workspace is too small.
+        "sm90" is run once per configuration, with tokens that reach no expert. The PyTorch backends
+        compile nothing. Raises ValueError when the workspace is too small.
         """
         need = self.plan_memory(max_tokens)
         if self.workspace is not None and need > self.workspace.nbytes:
@@ -322,6 +379,8 @@ class MoE(nn.Module):
                 f"workspace of {self.workspace.nbytes} bytes is too small for {max_tokens} tokens, "
                 f"which need {need}"
             )
+        if self.backend == "sm90":
+            kernels_sm90.warmup(self._run, max_tokens, self.cfg, self.numerics, self.g13)
 
     @torch.no_grad()
     def calibrate(
@@ -442,7 +501,7 @@ class MoE(nn.Module):
         c = self.cfg
         return (
             f"hidden={c.hidden}, intermediate={c.intermediate}, "
-            f"experts={self.weights.num_experts}/{c.num_experts}, top_k={c.top_k}, {c.activation}, "
+            f"experts={self.g13.shape[0]}/{c.num_experts}, top_k={c.top_k}, {c.activation}, "
             f"backend={self.backend}, activations={self.numerics.activations}"
         )
 
