@@ -202,7 +202,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """x (T, H) or (B, S, H) bf16/fp16/fp32 -> the same shape and dtype.
 
-        input_ids  token ids, one per token, for hash-routed layers (tid2eid)
+        input_ids  token ids, one per token, for hash-routed layers (tid2eid); a negative one is
+                   padding and reaches no expert
 
         Raises ValueError or TypeError for a wrong shape, dtype or device, before anything runs;
         `moe.failures.RankError` when another rank of ``parallel`` fails.

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
+from cute_kernels import torch_ops
 from cute_kernels.ops import check_routing
 
 
@@ -65,18 +65,7 @@ def make_plan(
                             has no row here.
     """
     check_routing(topk_ids, topk_weights)
-    local_count = num_experts - first_expert if num_local_experts is None else num_local_experts
-    tokens, slots = topk_ids.shape
-    ids = topk_ids.reshape(-1).long()
-    local = ids - first_expert
-    here = (ids >= 0) & (ids < num_experts) & (local >= 0) & (local < local_count)
-    key = torch.where(here, local, local_count)  # slots that are not here sort last
-    sorted_key, order = key.sort(stable=True)  # (R,)
-    bounds = torch.arange(local_count + 1, device=ids.device)
-    offsets = torch.searchsorted(sorted_key, bounds).int()  # first row whose key is >= e
-    real = sorted_key < local_count
-    row_token = torch.where(real, order // max(slots, 1), -1).int()
-    row_weight = torch.where(real, topk_weights.reshape(-1).float()[order], 0.0)
-    row = torch.arange(tokens * slots, device=ids.device)
-    token_rows = torch.empty_like(row).scatter(0, order, torch.where(real, row, -1))
-    return RoutingPlan(offsets, row_token, row_weight, token_rows.reshape(tokens, slots).int())
+    local = num_experts - first_expert if num_local_experts is None else num_local_experts
+    rows = topk_ids.shape[0] * topk_ids.shape[1]
+    plan = torch_ops.sort_routes(topk_ids, topk_weights, num_experts, first_expert, local, rows)
+    return RoutingPlan(*plan)

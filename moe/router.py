@@ -105,7 +105,8 @@ def route(
     selection_bias  (num_experts,): added to the scores that *choose*; the weights are the unbiased
                     scores
     tid2eid         (vocabulary, top_k) int: hash routing, ids = tid2eid[input_ids]; weights from
-                    the scores
+                    the scores. A token with a negative input id is padding: its ids are -1 and its
+                    weights 0, so that it reaches no expert
 
     The weights do not contain ``routed_scaling_factor``: `MoE.forward` applies it. Zero tokens are
     valid.
@@ -114,6 +115,7 @@ def route(
     if logits.dim() != 2 or logits.shape[1] != cfg.num_experts:
         raise ValueError(f"logits must be (T, {cfg.num_experts}), got {tuple(logits.shape)}")
     s = scores(logits, cfg.scoring)
+    padding = None
     if tid2eid is not None:
         if input_ids is None:
             raise ValueError("this layer routes by token id (tid2eid): pass input_ids to forward")
@@ -122,7 +124,9 @@ def route(
                 f"input_ids must hold one id per token, got {input_ids.numel()} for "
                 f"{logits.shape[0]}"
             )
-        ids = tid2eid[input_ids.reshape(-1).long()].long()
+        token_ids = input_ids.reshape(-1).long()
+        padding = (token_ids < 0).unsqueeze(-1)  # (T, 1); as an index -1 would be the last row
+        ids = tid2eid[token_ids.clamp(min=0)].long()
     else:
         choose = s if selection_bias is None else s + selection_bias.float()
         if cfg.num_groups > 1:
@@ -137,4 +141,6 @@ def route(
             total = total + weights[:, slot]
         total = total.unsqueeze(-1)
         weights = torch.where(total == 0, 0.0, weights / total)
+    if padding is not None:
+        ids, weights = torch.where(padding, -1, ids), torch.where(padding, 0.0, weights)
     return ids.int(), weights

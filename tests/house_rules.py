@@ -42,7 +42,7 @@ WIDE_SIGNATURES = {
 }
 # What moe may import of cute_kernels. Hopper's operations are a door of their own: they read
 # another weight layout, which the layer packs when it is built.
-DOORS = {"ops", "gemm_ops", "sm90_ops", "nvfp4", "activations", "torch_math"}
+DOORS = {"ops", "gemm_ops", "sm90_ops", "nvfp4", "activations", "torch_math", "torch_ops"}
 # Other imports of cute_kernels by a module of moe, each with its reason.
 DOOR_EXCEPTIONS: dict[str, set[str]] = {}
 KERNEL_PACKAGES = ("cute_kernels/device/", "cute_kernels/sm100/", "cute_kernels/sm90/")

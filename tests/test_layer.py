@@ -193,6 +193,16 @@ def test_hash_routing_through_the_layer() -> None:
         layer(x)
 
 
+def test_padding_tokens_of_a_hash_routed_layer_are_zero() -> None:
+    table = torch.stack([torch.randperm(E)[:K] for _ in range(11)]).int()
+    layer, x = routed(tid2eid=table), tokens(4)
+    y = layer(x, torch.tensor([10, -1, 3, -7]))
+    assert not y[[1, 3]].any() and y[[0, 2]].any()
+    assert same_bits(y[[0, 2]], layer(x[[0, 2]], torch.tensor([10, 3])))
+    shared = routed(tid2eid=table, shared=lambda v: v * 2)
+    assert same_bits(shared(x, torch.full((4,), -1)), (x.float() * 2).bfloat16())
+
+
 def test_router_biases_are_two_different_things() -> None:
     gen = torch.Generator().manual_seed(1)
     linear, selection = torch.randn(2, E, generator=gen) * 3

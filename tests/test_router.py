@@ -240,6 +240,22 @@ def test_hash_routing_takes_ids_from_the_table_and_weights_from_the_scores(id_ty
         assert weights[t].tolist() == [float(F32(w / total)) for w in picked]
 
 
+@pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_negative_token_ids_reach_no_expert(id_type, renormalize: bool) -> None:
+    """-1 must not be the last row of the table, and other tokens do not change."""
+    cfg = config(16, 3, scoring="sigmoid", renormalize=renormalize)
+    table = torch.arange(30).reshape(10, 3) % 16
+    tokens = torch.tensor([4, -1, 9, -100, 0], dtype=id_type)
+    logits = logits_of(5, 16)
+    ids, weights = route(logits, cfg, tid2eid=table, input_ids=tokens)
+    assert ids[[1, 3]].eq(-1).all() and weights[[1, 3]].eq(0).all()
+    real = [0, 2, 4]
+    alone = route(logits[real], cfg, tid2eid=table, input_ids=tokens[real])
+    assert same_bits(ids[real], alone[0]) and same_bits(weights[real], alone[1])
+    assert torch.equal(ids[real], table[tokens[real].long()].int())
+
+
 def test_hash_routing_needs_one_id_per_token() -> None:
     cfg = config(4, 1)
     table = torch.zeros(9, 1, dtype=torch.int32)
