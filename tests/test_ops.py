@@ -398,9 +398,9 @@ def test_quantiser_uses_the_instruction_where_it_exists() -> None:
 
     on_sm100 = compiler.dump(QuantizeRows(7168), "sm_100a").ptx
     assert on_sm100.count("cvt.rn.satfinite.e2m1x2.f32") == 16  # two blocks of 16 per thread
-    assert on_sm100.count("ld.global.L1::no_allocate.v4") == 4
+    assert on_sm100.count("ld.global.v4.u32") == 4
     on_sm90 = compiler.dump(QuantizeRows(7168, hardware=False), "sm_90a").ptx
-    assert "e2m1x2" not in on_sm90 and on_sm90.count("ld.global.L1::no_allocate.v4") == 4
+    assert "e2m1x2" not in on_sm90 and on_sm90.count("ld.global.v4.u32") == 4
 
 
 @needs_dsl
