@@ -105,6 +105,7 @@ SLICES = {  # name of a slice -> colour, words
     "cp": ("#c9a227", "scale copy"),
     "mma": ("#2a9d5c", "MMA"),
     "commit": ("#87b38d", "commit"),
+    "tmem load": ("#d98f4e", "tcgen05.ld"),
     "store": ("#8b5fbf", "TMA store"),
     "main loop": ("#2a9d5c", "main loop"),
     "issue rows": ("#1f6f8b", "copies of rows issued"),
@@ -117,7 +118,7 @@ WAIT = "#d9b3b3"
 
 def timeline_picture(path: Path, timeline: Any) -> None:
     """Bars per row: filled what ran, hatched what waited, with the barrier's name where it fits."""
-    from profiling.timeline import CLOCKS, ENGINES
+    from profiling.timeline import CLOCKS
 
     plt = pyplot()
     rows = timeline.rows()
@@ -135,7 +136,7 @@ def timeline_picture(path: Path, timeline: Any) -> None:
             axes.barh(
                 y, s.duration, left=s.start, height=0.5 if waits else 0.8, color=colour,
                 edgecolor=WAIT if waits else colour, linewidth=0.4,
-                hatch="////" if waits else None, alpha=0.75 if key[1] in ENGINES else 1.0,
+                hatch="////" if waits else None, alpha=0.3 if key[1] == "tma" else 1.0,
             )  # fmt: skip
             if waits and s.duration > 0.045 * width:
                 axes.text(s.start + s.duration / 2, y, s.name, ha="center", va="center", fontsize=6)

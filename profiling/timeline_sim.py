@@ -134,7 +134,7 @@ def from_trace(events: list[dict[str, Any]], kernel: Any, title: str) -> Timelin
         row = names.get(e["tid"], engine)
         name, kind, detail = e["name"], {"alu": "run"}.get(e["cat"], e["cat"]), detail_of(e)
         if kind == "async":
-            row = {"load": "tma", "store": "store", "cp": "cp"}.get(name, "tensor")
+            row = {"load": "tma", "mma": "tensor"}.get(name, name)
         elif kind == "wait":
             found = _BARRIER.search(detail)
             index = (int(found.group(1), 16) - first) // 8 if found else -1
