@@ -280,7 +280,8 @@ def load_checkpoint(
 ) -> tuple[MoEConfig, ExpertWeights, Extras]:
     """Load layer ``layer`` of a safetensors file or a (sharded) checkpoint directory.
 
-    expert_range  (first, end) global expert ids of this rank, or None for all
+    expert_range  (first, end) global expert ids of this rank, none of them if first == end, or
+                  None for all
     config        `MoEConfig`, or None: from config.json (model types of `moe.model_config`)
     h_scale       "auto": the checkpoint's input_scale of the down projections as static scale of h;
                   one per row where it is absent or 1.0 for all (a placeholder). "static": required.
@@ -306,7 +307,7 @@ def load_checkpoint(
         rows = rows._replace(order=order, granularity=granularity)
     reader = ExpertReader(files, layer, cfg, names, rows)
     first, end = (0, cfg.num_experts) if expert_range is None else expert_range
-    if not 0 <= first < end <= cfg.num_experts:
+    if not 0 <= first <= end <= cfg.num_experts:
         raise ValueError(f"expert_range must lie in 0..{cfg.num_experts}, got {expert_range}")
     plans = [reader.plans(e) for e in range(first, end)]
     scales = reader.input_scales()

@@ -74,8 +74,10 @@ class ExchangeCall:
                 batch.x, batch.ids, batch.weights, self.parallel.max_over_ranks
             )
         with self.parallel.phase("dispatch"):
-            packed = self.wire.pack(tokens, batch.ids, batch.weights)
             owner = exchange.owners(batch.ids, self.parallel.bounds(batch.x.device))
+            # int32 on the wire: an id beyond it must not turn into one that exists
+            ids = torch.where(owner < 0, -1, batch.ids)
+            packed = self.wire.pack(tokens, ids, batch.weights)
         if self.mode.capacity is None:
             return self._by_counts(batch, packed, owner)
         return self._by_places(batch, packed, owner, self.mode.capacity)

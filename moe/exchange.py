@@ -66,11 +66,11 @@ class Wire:
         words, first = rows.view(torch.int32), 0
         parts: list[Tensor] = []
         if tokens.gx is not None:
-            parts.append(tokens.gx.contiguous().view(torch.int32).unsqueeze(1))
+            parts.append(_words(tokens.gx.unsqueeze(1)))
         parts.append(topk_ids.int())
         if self.weighted:
-            parts.append(topk_weights.float().contiguous().view(torch.int32))
-        parts.append(tokens.data.contiguous().view(torch.int32))
+            parts.append(_words(topk_weights.float()))
+        parts.append(_words(tokens.data))
         for part in parts:
             words[:, first : first + part.shape[1]] = part
             first += part.shape[1]
@@ -102,6 +102,14 @@ class Wire:
         data = take(self._data_words, torch.uint8)
         scale = rows[:, 4 * first : 4 * first + self.hidden // BLOCK].contiguous()
         return TokenRows(data, scale, gx), ids, weights
+
+
+def _words(rows: Tensor) -> Tensor:
+    """(n, m) of any type -> its bytes as int32 (n, ...). Flat first: one row counts as contiguous
+    whatever its strides, but cannot be viewed as another type then."""
+    count, width = rows.shape
+    size = width * rows.element_size() // 4
+    return rows.contiguous().reshape(-1).view(torch.int32).view(count, size)
 
 
 class Sizes(NamedTuple):

@@ -355,8 +355,9 @@ class MoE(nn.Module):
     def plan_memory(self, max_tokens: int) -> int:
         """Bytes of scratch that a call with up to ``max_tokens`` tokens takes: the size of a
         `Workspace`. 0 for backends that take nothing from one. With ``parallel``, ``max_tokens``
-        is the largest number of any rank, and the size is enough for the worst routing: every slot
-        of every rank on this one (see `Capacity` for less).
+        is the largest number of any rank, and every buffer is large enough for the routing that
+        is worst for it: every slot of every rank on this one. With a `Capacity` every call takes
+        just these bytes, which can be far fewer.
         """
         call = None if self.parallel is None else self._call(self.parallel)
         if isinstance(call, ExchangeCall):
@@ -396,8 +397,17 @@ class MoE(nn.Module):
         routing  (topk_ids, topk_weights) (T, top_k), or None: the layer's own router
 
         An expert that no row reaches takes the largest gh of the others. Returns {"gh", "gx"}.
-        Raises ValueError when no expert is reached.
+        With ``parallel`` the call is collective: each rank gives its part of the sample, and scales
+        are those of one rank with all of it. Raises ValueError when no expert is reached.
         """
+        if self.parallel is None:
+            return self._calibrate(x, input_ids, routing)
+        with self.parallel.call("calibrate"):
+            return self._calibrate(x, input_ids, routing)
+
+    def _calibrate(
+        self, x: Tensor, input_ids: Tensor | None, routing: tuple[Tensor, Tensor] | None
+    ) -> dict[str, Tensor]:
         flat = self._check_input(x)
         if routing is None:
             if self.router_weight is None:
@@ -406,21 +416,27 @@ class MoE(nn.Module):
             ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
         else:
             ids, weights = self._check_ids(flat, *routing)
+        if self.parallel is not None and isinstance(self.parallel.mode, Exchange):
+            flat, ids, weights = map(
+                self.parallel.gather_rows, (flat.float(), ids.int(), weights.float())
+            )
         stages = reference.experts(
             flat, ids, weights, self.cfg, self.weights, self.numerics.activations
         )
         offsets = stages.plan.expert_offsets.tolist()
-        amax = torch.stack(
-            [
-                stages.h[a:b].abs().amax() if b > a else torch.tensor(-1.0, device=x.device)
-                for a, b in itertools.pairwise(offsets)
-            ]
-        )
-        if not bool((amax >= 0).any()):
+        nothing = torch.tensor(-1.0, device=x.device)
+        amax = [nothing] + [
+            stages.h[a:b].abs().amax() if b > a else nothing for a, b in itertools.pairwise(offsets)
+        ]
+        largest = torch.stack(amax).amax()
+        if self.parallel is not None:
+            largest = self.parallel.max_over_ranks(largest)
+        if bool(largest < 0):
             raise ValueError("no token of the sample reaches an expert of this layer")
-        amax = torch.where(amax < 0, amax.amax(), amax)
+        reached = torch.stack(amax)[1:]
         limit = nvfp4.E2M1_MAX * nvfp4.UE4M3_MAX
-        self.gh = (amax / limit).clamp(min=nvfp4.GLOBAL_MIN)
+        gh = torch.where(reached < 0, largest, reached) / limit
+        self.gh = gh.clamp(min=nvfp4.GLOBAL_MIN)
         scaled = flat.float() * weights.float() if self.cfg.weight_on_input else flat.float()
         self.gx = (scaled.abs().amax() / limit).clamp(min=nvfp4.GLOBAL_MIN)
         return {"gh": self.gh, "gx": self.gx}

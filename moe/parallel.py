@@ -358,6 +358,20 @@ class ExpertParallel:
             self._wait(work)
             return torch.stack(theirs).amax()
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Rows (n, ...) of all ranks, rank by rank, n of its own on each; waits for the device."""
+        with self.phase("gather"):
+            count = torch.full((1,), rows.shape[0], dtype=torch.int64, device=rows.device)
+            counts = [torch.empty_like(count) for _ in range(self.size)]
+            work = dist.all_gather(counts, count, group=self.group, async_op=True)
+            self._wait(work, on_host=True)
+            sizes = torch.cat(counts).tolist()
+            padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+            padded[: rows.shape[0]] = rows
+            theirs = [torch.empty_like(padded) for _ in sizes]
+            self._wait(dist.all_gather(theirs, padded, group=self.group, async_op=True))
+            return torch.cat([part[:n] for part, n in zip(theirs, sizes)])
+
     def sum_over_ranks(self, rows: Tensor) -> Tensor:
         """``rows`` summed over the ranks, in place."""
         with self.phase("reduce"):

@@ -288,7 +288,7 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
 def test_arguments(tmp_path: Path) -> None:
     write(tmp_path, expert_tensors(layer()), QWEN)
     for options, message in (
-        ({"expert_range": (2, 2)}, r"expert_range must lie in 0\.\.4, got \(2, 2\)"),
+        ({"expert_range": (3, 2)}, r"expert_range must lie in 0\.\.4, got \(3, 2\)"),
         ({"expert_range": (0, 5)}, "expert_range"),
         ({"expert_range": (-1, 2)}, "expert_range"),
         ({"h_scale": "fixed"}, "h_scale must be one of"),

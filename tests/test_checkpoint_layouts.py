@@ -129,6 +129,9 @@ def test_a_rank_gets_its_experts_and_opens_no_other_file(tmp_path: Path, shards:
     assert weights.gx is not None and float(weights.gx) == 3.5  # that of expert 3, another rank's
     assert extras.input_scales is not None
     assert extras.input_scales.tolist() == [[0.5 + e] * 2 for e in range(E)]
+    _, none, _ = load_checkpoint(tmp_path, 0, expert_range=(E, E))  # more ranks than experts
+    assert none.num_experts == 0 and none.first_expert == E and none.hidden == H
+    assert none.gx is not None and float(none.gx) == 3.5
 
 
 def test_shards_of_other_ranks_need_not_be_there(tmp_path: Path) -> None:

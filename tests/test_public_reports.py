@@ -42,7 +42,6 @@ from tests.test_reference import Case
 HERE = "test_public_reports.py"
 FORMAT = "test_public_reports_format.py"
 KERNELS = "needs kernels"  # tested with the kernel that brings the case
-RANKS = "needs several ranks"
 CHECKPOINT = "test_checkpoint.py"
 
 WHERE: dict[int, tuple[str, ...]] = {
@@ -82,7 +81,7 @@ WHERE: dict[int, tuple[str, ...]] = {
     34: (HERE, KERNELS),
     35: ("test_plan.py", HERE),
     36: ("test_plan.py", HERE),
-    37: ("test_plan.py", RANKS),
+    37: ("test_plan.py", "parallel/test_layers.py"),
     38: ("test_compile.py",),
     39: ("test_compile.py",),
     40: ("test_compile.py",),
@@ -95,9 +94,9 @@ WHERE: dict[int, tuple[str, ...]] = {
     47: (KERNELS,),
     48: (HERE,),
     49: (HERE,),
-    50: (RANKS,),
-    51: (HERE, RANKS),
-    52: (HERE, RANKS),
+    50: ("parallel/test_layers.py",),
+    51: (HERE, "parallel/test_exchange.py"),
+    52: (HERE, "parallel/test_layers.py", "parallel/test_modes.py"),
     53: (HERE,),
     54: ("test_layer_compile.py",),
     55: (CHECKPOINT,),
@@ -128,7 +127,7 @@ def test_the_table_covers_every_entry() -> None:
 
 def test_every_file_of_the_table_names_its_entries() -> None:
     folder = Path(__file__).parent
-    for name in {n for places in WHERE.values() for n in places} - {KERNELS, RANKS} - OWN_NAMES:
+    for name in {n for places in WHERE.values() for n in places} - {KERNELS} - OWN_NAMES:
         promised = {h for h, places in WHERE.items() if name in places}
         assert promised == entries_named_in(folder / name), name
 

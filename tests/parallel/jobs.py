@@ -136,10 +136,12 @@ def _ids(call: Call, ids: Tensor, rank: int, size: int) -> Tensor:
             return torch.full_like(ids, call.experts - 1)
         case "no slot":
             return -1 - ids
-        case "int64":
-            return ids.long()
+        case "int64":  # ids that int32 would turn into experts among them
+            return ids.long() + (2**32) * (torch.arange(ids.shape[0]) % 3 == 1).unsqueeze(1)
         case "twice":
             return ids[:, :1].expand(ids.shape)
+        case "spread":
+            return (slot * 2 % call.experts).expand(ids.shape)
         case "own" | "away":  # experts of this rank, or of the next
             there = rank if call.routing == "own" else (rank + 1) % size
             first = there * call.experts // size
