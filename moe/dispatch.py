@@ -121,6 +121,7 @@ class ExchangeCall:
             tokens, ids, weights = self.wire.unpack(arriving)
             mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
             plan = local.plan(ids, mix, sizes.computed)
+            parallel.received = plan.expert_offsets
             o = local.rows(tokens, plan, scratch[4:])
             if reduced:
                 out = self._partial(o, plan.token_rows, mix)
@@ -153,6 +154,7 @@ class ExchangeCall:
             ids = exchange.keep_places(ids, mine, ranks, rows)
             mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
             plan = local.plan(ids, mix, sizes.computed)
+            parallel.received = plan.expert_offsets
             o = local.rows(tokens, plan, scratch[4:])
             if reduced:
                 out = self._partial(o, plan.token_rows, mix)

@@ -147,6 +147,9 @@ class ExpertParallel:
         self.ranges = split_experts(num_experts, self.size)
         self.bytes_sent: collections.Counter[str] = collections.Counter()
         self.failure: str | None = None
+        # int32 (E_local + 1,): expert_offsets of the rows that this rank computed in the latest
+        # exchange
+        self.received: Tensor | None = None
         self._layers = self._calls = 0
         self._phase, self._inside = "construction", False
         # tokens lost for want of capacity, and the largest numbers of tokens and slots of any pair

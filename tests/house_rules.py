@@ -28,6 +28,7 @@ WIDE_SIGNATURES = {
     "moe/mega/buffer.py": {
         "SymmBuffer.__init__",
         "get_symm_buffer_for_mega_moe",
+        "get_symm_buffer",
     },
     "moe/mega/call.py": {"fp4_fp4_mega_moe"},
     "moe/mega/stages.py": {

@@ -16,6 +16,7 @@ from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.layer import MoE
 from moe.mega.weights import MegaWeights
+from moe.parallel import Exchange, ExpertParallel
 from moe.workspace import Buffer, total_bytes
 
 MMA_TYPE = "fp4xfp4"
@@ -45,12 +46,19 @@ class SymmBuffer:
     backend, device, group, num_experts, num_experts_per_rank, experts_start_idx, num_topk, hidden,
     intermediate_hidden, num_max_tokens_per_rank, num_shared_experts, mma_type, activation
 
+    With a group of several ranks construction is collective, and so is every call: tokens of this
+    rank go to the ranks of their experts (contiguous ranges, ``experts_start_idx`` and
+    ``num_experts_per_rank`` here) and come back, see `moe.ExpertParallel`. ``mode`` is its
+    `Exchange`: with the default the host waits once per call for the sizes, with
+    ``Exchange(capacity=Capacity(num_max_tokens_per_rank))`` nothing waits and every token has a
+    place, as in DeepGEMM. ``parallel`` is None on one rank.
+
     T = num_max_tokens_per_rank. One buffer serves any number of layers, one call at a time. Layers
     that it has prepared are kept for as long as their weights live.
 
-    Differs from DeepGEMM: T is not rounded up, no rings and no combine slots (``l1_acts`` and the
-    like are refused by name), ``mma_type`` has one value, ``backend`` and ``device`` are chosen
-    here and ``x_scales`` is new.
+    Differs from DeepGEMM: T is not rounded up, experts need not divide by the ranks, there are no
+    rings and no combine slots (``l1_acts`` and the like are refused by name), ``mma_type`` has one
+    value, ``backend``, ``device`` and ``mode`` are chosen here and ``x_scales`` is new.
     """
 
     def __init__(
@@ -68,9 +76,9 @@ class SymmBuffer:
         *,
         backend: str = "auto",
         device: torch.device | str | None = None,
+        mode: Exchange = Exchange(),  # noqa: B008  a frozen value
     ) -> None:
-        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-        _check_options(ranks, num_experts, mma_type, activation)
+        _check_options(mma_type, activation)
         _check_sizes(num_max_tokens_per_rank, hidden, num_shared_experts)
         config = MoEConfig(hidden, intermediate_hidden, num_experts, num_topk)
         if base is not None:
@@ -83,9 +91,11 @@ class SymmBuffer:
         self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
         self.num_shared_experts = num_shared_experts
         self.mma_type, self.activation = mma_type, activation
-        self.num_experts_per_rank = num_experts // ranks
-        self.experts_start_idx = rank * self.num_experts_per_rank
         self.backend = choose_backend(backend, torch.device(device))
+        self.parallel: ExpertParallel | None
+        self.parallel = _parallel(self, mode) if base is None else base.parallel
+        first, end = (0, num_experts) if self.parallel is None else self.parallel.expert_range
+        self.experts_start_idx, self.num_experts_per_rank = first, end - first
         self.layers: Layers = weakref.WeakKeyDictionary()
         self._configs: dict[float | None, MoEConfig] = {None: config}
         parts = _parts(num_max_tokens_per_rank, num_topk, hidden)
@@ -142,7 +152,7 @@ class SymmBuffer:
 
     def destroy(self) -> None:
         """Give the memory back; later calls with this buffer raise."""
-        for name in ("buffer", "handle", "group", *(b.name for b in _parts(0, 0, 0))):
+        for name in ("buffer", "handle", "group", "parallel", *(b.name for b in _parts(0, 0, 0))):
             setattr(self, name, None)
         self.layers.clear()
 
@@ -169,12 +179,15 @@ def get_symm_buffer_for_mega_moe(
     *,
     backend: str = "auto",
     device: torch.device | str | None = None,
+    mode: Exchange = Exchange(),  # noqa: B008  a frozen value
 ) -> SymmBuffer:
     """A `SymmBuffer`; see there for the arguments.
 
-    group    process group of the ranks, or None: this process alone
+    group    process group of the ranks (gloo for the CPU, NCCL for GPUs), or None: this process
+             alone
     backend  "auto" or a name from `python -m moe backends`; the one in use is ``buffer.backend``
     device   default: the current CUDA device if there is one, else the CPU
+    mode     how tokens travel between several ranks
 
     Raises ValueError for sizes and options that cannot be, before anything is allocated.
 
@@ -195,6 +208,7 @@ def get_symm_buffer_for_mega_moe(
         activation,
         backend=backend,
         device=device,
+        mode=mode,
     )
 
 
@@ -208,6 +222,7 @@ def get_symm_buffer(
     *,
     backend: str = "auto",
     device: torch.device | str | None = None,
+    mode: Exchange = Exchange(),  # noqa: B008  a frozen value
 ) -> SymmBuffer:
     """The buffer of `nvfp4_mega_moe_full`: a `SymmBuffer`, with ``input_global_scale`` and
     ``experts_start_idx``.
@@ -216,23 +231,22 @@ def get_symm_buffer(
     differ from token to token.
     """
     sizes = (num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
-    return SymmBuffer(group, num_experts, *sizes, backend=backend, device=device)
+    return SymmBuffer(group, num_experts, *sizes, backend=backend, device=device, mode=mode)
 
 
-def _check_options(ranks: int, num_experts: int, mma_type: str, activation: str) -> None:
+def _check_options(mma_type: str, activation: str) -> None:
     if mma_type != MMA_TYPE:
         raise ValueError(f"mma_type must be {MMA_TYPE!r} (NVFP4 x NVFP4), got {mma_type!r}")
     if activation != ACTIVATION:
         raise ValueError(f"activation must be {ACTIVATION!r}, got {activation!r}")
-    if ranks > 1:
-        raise ValueError(
-            f"a group of {ranks} ranks is not offered here: these adapters run on one rank"
-        )
-    if num_experts < 1 or num_experts % ranks:
-        raise ValueError(
-            f"num_experts must be a positive multiple of the {ranks} ranks, got {num_experts}: "
-            "every rank owns the same number"
-        )
+
+
+def _parallel(buffer: SymmBuffer, mode: Exchange) -> ExpertParallel | None:
+    """How tokens reach experts of other ranks; None on one rank."""
+    if buffer.group is None or buffer.group.size() == 1:
+        return None
+    tokens = buffer.num_max_tokens_per_rank
+    return ExpertParallel(buffer.group, buffer.num_experts, mode=mode, max_tokens=tokens)
 
 
 def _check_sizes(tokens: int, hidden: int, shared: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +72,9 @@ def fp4_fp4_mega_moe(
     routed_scaling_factor     finite; multiplies the routing weights in fp32, not the shared part
 
     Raises TypeError, ValueError (RuntimeError for a destroyed buffer) before anything is written.
+    With several ranks the call is collective, a rank without tokens calls too (n = 0), and a rank
+    that raises makes the others raise `moe.failures.RankError`; ``activation_clamp`` must be the
+    same on all of them.
     Nothing waits for a GPU and no tensor is kept but the weights and scales of the latest call, so
     a CUDA graph can hold the call after one call outside it.
 
@@ -77,37 +82,66 @@ def fp4_fp4_mega_moe(
     per row and not 1, and y is rounded once, after the factor and the shared experts
     (docs/numerics.md, section 3).
     """
-    tokens = check_y(y, sym_buffer, recipe, activation, fast_math)
-    clamp = clamp_of(activation_clamp)
-    if not math.isfinite(routed_scaling_factor):
-        raise ValueError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
-    check_weights(sym_buffer, l1_weights, l2_weights)
-    scales = global_scales(sym_buffer, l1_weights, l2_weights, (l1_alphas, l2_alphas, a2_scales))
-    check_shared(sym_buffer, shared_l1_weights, shared_l2_weights, x_bf16, tokens)
-    stats = cumulative_local_expert_recv_stats
-    if stats is not None:
-        check_vector("cumulative_local_expert_recv_stats", stats, torch.int32, sym_buffer)
-    check_overlap(y, stats, sym_buffer, (l1_weights, l2_weights), (*scales, x_bf16))
-    layer = _layer(sym_buffer, l1_weights, l2_weights, clamp, scales)
-    ids, mix = sym_buffer.topk_idx[:tokens], sym_buffer.topk_weights[:tokens]
-    if routed_scaling_factor != 1.0:
-        mix = mix * routed_scaling_factor
-    shared = None
-    if shared_l1_weights is not None and shared_l2_weights is not None and x_bf16 is not None:
-        pair = shared_l1_weights.weight, shared_l2_weights.weight
-        shared = _shared_experts(x_bf16[:tokens], *pair, layer.cfg.activation)
-    x = Nvfp4Tensor(
-        sym_buffer.x[:tokens],
-        sym_buffer.x_sf[:tokens].view(torch.float8_e4m3fn),
-        sym_buffer.x_scales[:tokens],
+    given = _Given(
+        l1_weights,
+        l2_weights,
+        (shared_l1_weights, shared_l2_weights, x_bf16),
+        cumulative_local_expert_recv_stats,
+        activation_clamp,
+        (l1_alphas, l2_alphas, a2_scales),
+        routed_scaling_factor,
     )
-    out = layer.experts(x, ids, mix, shared)
-    if stats is not None:
-        _count(ids, stats, sym_buffer)
-    y.copy_(out)
+    parallel = sym_buffer.parallel if isinstance(sym_buffer, SymmBuffer) else None
+    with contextlib.nullcontext() if parallel is None else parallel.call("mega"):
+        tokens = check_y(y, sym_buffer, recipe, activation, fast_math)
+        out = _compute(y, tokens, sym_buffer, given)
+        if given.stats is not None:
+            _count(sym_buffer, tokens, given.stats)
+        y.copy_(out)
 
 
 nvfp4_mega_moe = fp4_fp4_mega_moe
+
+
+class _Given(NamedTuple):
+    """Arguments of a call that one rank may get wrong alone."""
+
+    l1: MegaWeights
+    l2: MegaWeights
+    shared: tuple[SharedWeights | None, SharedWeights | None, Tensor | None]
+    stats: Tensor | None
+    clamp: float | None
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None]
+    factor: float
+
+
+def _compute(y: Tensor, tokens: int, buffer: SymmBuffer, given: _Given) -> Tensor:
+    """Check everything, then run the layer on the first rows of the buffer: bf16 (n, H)."""
+    clamp = clamp_of(given.clamp)
+    if not math.isfinite(given.factor):
+        raise ValueError(f"routed_scaling_factor must be finite, got {given.factor}")
+    check_weights(buffer, given.l1, given.l2)
+    scales = global_scales(buffer, given.l1, given.l2, given.scales)
+    check_shared(buffer, *given.shared, tokens)
+    if given.stats is not None:
+        name = "cumulative_local_expert_recv_stats"
+        check_vector(name, given.stats, torch.int32, buffer)
+    others = (*scales, given.shared[2])
+    check_overlap(y, given.stats, buffer, (given.l1, given.l2), others)
+    layer = _layer(buffer, given.l1, given.l2, clamp, scales)
+    mix = buffer.topk_weights[:tokens]
+    if given.factor != 1.0:
+        mix = mix * given.factor
+    l1, l2, x = given.shared
+    shared = None
+    if l1 is not None and l2 is not None and x is not None:
+        shared = _shared_experts(x[:tokens], l1.weight, l2.weight, layer.cfg.activation)
+    quantised = Nvfp4Tensor(
+        buffer.x[:tokens],
+        buffer.x_sf[:tokens].view(torch.float8_e4m3fn),
+        buffer.x_scales[:tokens],
+    )
+    return layer.experts(quantised, buffer.topk_idx[:tokens], mix, shared)
 
 
 def nvfp4_mega_moe_full(
@@ -157,7 +191,7 @@ def _layer(
             scales[1],
             first_expert=buffer.experts_start_idx,
         )
-        layer = made[l2] = MoE(cfg, weights, backend=buffer.backend)
+        layer = made[l2] = MoE(cfg, weights, backend=buffer.backend, parallel=buffer.parallel)
     layer.cfg = cfg
     for name, scale in zip(("g13", "g2", "gh"), scales):
         if getattr(layer, name) is not scale:  # an assignment to a module costs more than this
@@ -171,9 +205,13 @@ def _shared_experts(x: Tensor, l1: Tensor, l2: Tensor, activation: Activation) -
     return F.linear(activation(TORCH_MATH, gate, up).bfloat16(), l2)
 
 
-def _count(ids: Tensor, stats: Tensor, buffer: SymmBuffer) -> None:
-    """Add the (token, slot) pairs of every local expert; nothing waits for the device."""
-    local = ids - buffer.experts_start_idx
-    here = (local >= 0) & (local < buffer.num_experts_per_rank)
-    index = torch.where(here, local, 0).flatten()
-    stats.scatter_add_(0, index, here.flatten().to(torch.int32))
+def _count(buffer: SymmBuffer, tokens: int, stats: Tensor) -> None:
+    """Add the (token, slot) pairs that every local expert computed; nothing waits for a GPU."""
+    if buffer.parallel is not None:
+        received = buffer.parallel.received
+        assert received is not None  # every exchange leaves it
+        stats += received.diff()[: stats.shape[0]]
+        return
+    ids = buffer.topk_idx[:tokens].flatten()
+    here = (ids >= 0) & (ids < buffer.num_experts)
+    stats.scatter_add_(0, torch.where(here, ids, 0), here.to(torch.int32))

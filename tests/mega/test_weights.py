@@ -113,6 +113,15 @@ def test_strided_codes() -> None:
     assert same_weights(*laid, canonical())
 
 
+def test_a_rank_without_experts() -> None:
+    """More ranks than experts: the last ones lay out nothing."""
+    of = data.layer()
+    none = [tuple(t[:0] for t in p) for p in (data.gate_up(of), data.down(of))]
+    l1, l2 = mega.transform_weights_for_mega_moe(*(data.published(p) for p in none))
+    assert (l1.num_experts, l1.rows, l1.k) == (0, 2 * I, H)
+    assert (l2.num_experts, l2.rows, l2.k) == (0, H, I)
+
+
 def test_unpacking_gives_the_column_major_pair() -> None:
     of = data.layer()
     l1, l2 = mega.finalize_weights(*data.gate_up(of), *data.down(of))
