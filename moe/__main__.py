@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -122,18 +123,39 @@ def cmd_backends(args: argparse.Namespace, console: Console) -> None:
 
 
 def cmd_explain(args: argparse.Namespace, console: Console) -> None:
-    """The data flow of one call in plain words, with its shapes and bytes."""
+    """One call in plain words, and the plan: tiles, memory, bytes, roofs, times."""
     from moe.explain import explain, find_config, multiply_adds
 
-    cfg = find_config(args.model)
+    name = args.case or args.model
+    cfg = find_config(name)
     if args.tokens < 0:
         raise ValueError(f"--tokens must be 0 or more, got {args.tokens}")
-    title = f"{args.model}: {args.tokens} tokens, {cfg.num_experts} experts, top {cfg.top_k}"
+    title = f"{name}: {args.tokens} tokens, {cfg.num_experts} experts, top {cfg.top_k}"
     out = table(title, "step", "what happens", "shape", "bytes", words=2)
     for step in explain(cfg, args.tokens):
         out.add_row(step.name, step.words, step.shape, size(step.nbytes) if step.nbytes else "")
     console.print(out)
     console.print(f"multiply-adds: {multiply_adds(cfg, args.tokens) / 1e9:.3g} G")
+    if args.tokens:
+        explain_plan(args, name, console)
+
+
+def explain_plan(args: argparse.Namespace, name: str, console: Console) -> None:
+    """What one of ``--ranks`` ranks launches on ``--gpu`` for ``--tokens`` tokens of its own."""
+    from moe.explain import find_config
+    from profiling.plan import make_plan, measured, notes, tables
+
+    plan = make_plan(find_config(name), args.tokens, args.ranks, args.gpu, args.h_scale)
+    times = None
+    if args.measured:
+        rows = json.loads(Path(args.measured).read_text())["rows"]
+        times = measured(rows, name, args.tokens, args.ranks)
+    for out in tables(plan, times):
+        console.print(out)
+    if times:
+        console.print(f"measured: {times['call']:.1f} us a call ({args.measured})")
+    for note in notes(plan):
+        console.print(note)
 
 
 def cmd_demo(args: argparse.Namespace, console: Console) -> None:
@@ -207,7 +229,12 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "model", nargs="?", default="deepseek-v4-flash", help="name of a public model, or a path"
     )
-    explain.add_argument("--tokens", type=int, default=8)
+    explain.add_argument("--case", help="the same, by name")
+    explain.add_argument("--tokens", type=int, default=8, help="of one rank")
+    explain.add_argument("--ranks", type=int, default=1, help="that share the experts")
+    explain.add_argument("--gpu", default="b200", choices=("b200", "gb200", "b300", "h200", "h100"))
+    explain.add_argument("--h-scale", default="static", choices=("static", "per_row"))
+    explain.add_argument("--measured", help="file of python -m profiling.bench --json")
     demo = add("demo", cmd_demo)
     demo.add_argument("--folder", default=".demo/checkpoint")
     demo.add_argument("--tokens", type=int, default=64)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch._C._autograd import DeviceType
 
 from cute_kernels import toolchain
 from moe import ranges
@@ -50,8 +52,7 @@ def bench(case: Case, backends: list[str], device: torch.device, options: Option
         del row["model"]
         try:
             work = Workload(case, name, device, options.most_sets)
-            layer = work.layer
-            race.add(name, [lambda c=c, layer=layer: c.run(layer) for c in work.calls])
+            race.add(name, [functools.partial(c.run, work.layer) for c in work.calls])
         except (ValueError, RuntimeError) as error:
             row["skipped"] = " ".join(str(error).split())
             continue
@@ -119,7 +120,7 @@ def stage_us(work: Workload) -> dict[str, float]:
             torch.cuda.synchronize()
     total: dict[str, float] = {}
     for event in profile.events() or []:
-        host = event.device_type == torch.autograd.DeviceType.CPU
+        host = event.device_type == DeviceType.CPU
         if host and event.name in ranges.STAGES:
             us = event.device_time_total if cuda else event.cpu_time_total
             total[event.name] = total.get(event.name, 0.0) + us / len(work.calls)
@@ -271,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=150)
     try:
         if args.compare:
-            return compare(*args.compare, console)
+            return compare(args.compare[0], args.compare[1], console)
         return run(args, console)
     except (ValueError, RuntimeError, OSError, KeyError) as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")

@@ -156,7 +156,8 @@ def range_of(row: dict[str, str]) -> str:
 
 def short_name(name: str, most: int = 60) -> str:
     """Without parameters, and without the arguments of templates."""
-    depth, out = 0, []
+    depth = 0
+    out: list[str] = []
     for c in name:
         depth -= c == ">"
         if depth == 0 and c not in ">":

@@ -44,11 +44,12 @@ class Specimen:
 
 def config_of(text: str) -> GemmConfig:
     """``ctas=2,tile_n=256`` -> `GemmConfig`. Raises ValueError for a field it does not have."""
-    known = {f.name for f in dataclasses.fields(GemmConfig)}
+    known: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(GemmConfig)}
     given = dict(part.partition("=")[::2] for part in text.split(",") if part)
-    if not given.keys() <= known:
+    if not given.keys() <= known.keys():
         raise ValueError(f"--config takes {sorted(known)}, got {sorted(given)}")
-    return GemmConfig(**{name: int(value) for name, value in given.items()})
+    values: dict[str, Any] = {name: known[name](int(value)) for name, value in given.items()}
+    return GemmConfig(**values)
 
 
 def prepare(s: Specimen) -> tuple[Any, Callable[[], None]]:

@@ -89,6 +89,9 @@ def test_exceptions_are_still_needed() -> None:
     for path in rules.DOOR_EXCEPTIONS:
         source = (ROOT / path).read_text()
         assert _with(rules, "DOOR_EXCEPTIONS", {}, rules.layer_uses_the_doors, path, source)
+    for path in rules.PROFILING_EXCEPTIONS:
+        source = (ROOT / path).read_text()
+        assert _with(rules, "PROFILING_EXCEPTIONS", {}, rules.layer_uses_the_doors, path, source)
 
 
 def _with(module, name: str, value, rule: Rule, path: str, source: str) -> list[str]:
@@ -130,6 +133,8 @@ BAD: list[tuple[Rule, str, str]] = [
     ),
     (rules.layer_uses_the_doors, "moe/a.py", "import_module('cute_kernels.sim')"),
     (rules.layer_uses_the_doors, "moe/a.py", "from tests import oracle"),
+    (rules.layer_uses_the_doors, "moe/a.py", "from profiling.plan import make_plan"),
+    (rules.layer_uses_the_doors, "moe/__main__.py", "from profiling import bench"),
     (rules.kernels_know_no_torch, "cute_kernels/device/a.py", "import torch"),
     (rules.kernels_know_no_torch, "cute_kernels/sm100/a.py", "def f():\n    from torch import nn"),
     (rules.kernels_know_no_torch, "cute_kernels/sm90/a.py", "import cutlass\nimport torch.nn"),
@@ -167,6 +172,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (rules.parameter_budget, "moe/layer.py", f"class MoE:\n    def __init__({EIGHT}, a): ..."),
     (rules.layer_uses_the_doors, "moe/a.py", "from cute_kernels import nvfp4, ops\nimport torch"),
     (rules.layer_uses_the_doors, "moe/a.py", "from cute_kernels.nvfp4 import BLOCK, quantize"),
+    (rules.layer_uses_the_doors, "moe/__main__.py", "import profiling.plan"),
     (rules.kernels_know_no_torch, "cute_kernels/sm90/a.py", "import torch"),
     (rules.kernels_know_no_torch, "cute_kernels/ops.py", "import torch"),
     (rules.one_compiler, "cute_kernels/compile.py", "cute.compile(os.environ['A'])"),
