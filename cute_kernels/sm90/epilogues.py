@@ -5,8 +5,9 @@ two features of the output, or, for gated weights, gate and up of one feature. A
 to store for the pair.
 
     begin(args, expert, row, num_rows) -> context    once per tile and pair of rows; row = packed
-    weight row r pair(args, context, token_row, low, high)        -> tuple of ``values_per_pair``
-    fp32 values
+                                                     weight row r
+    scale_of(args, token_row) -> scale               of one routed row; None without row_scale
+    pair(context, scale, low, high) -> values        tuple of ``values_per_pair`` fp32
 """
 
 import dataclasses
@@ -75,24 +76,24 @@ class StoreRows:
             bias = (load_f32(first), load_f32(first + 32))
         return Context((load_f32(at), load_f32(at + 4)), bias)
 
-    def scaled(
-        self, args: EpilogueArgs, context: Context, token_row: Int32, low: Float32, high: Float32
-    ):
+    def scale_of(self, args: EpilogueArgs, token_row: Int32) -> Any:
+        if not self.row_scale:
+            return None
+        if self.indexed:
+            token_row = load_i32(args.row_token.toint() + Int64(token_row) * 4)
+        return load_f32(args.row_scale.toint() + Int64(token_row) * 4)
+
+    def scaled(self, context: Context, scale: Any, low: Float32, high: Float32):
         a, b = context.alpha
-        if self.row_scale:
-            if self.indexed:
-                token_row = load_i32(args.row_token.toint() + Int64(token_row) * 4)
-            g = load_f32(args.row_scale.toint() + Int64(token_row) * 4)
-            a, b = mul(g, a), mul(g, b)
+        if scale is not None:
+            a, b = mul(scale, a), mul(scale, b)
         low, high = mul(low, a), mul(high, b)
         if self.bias:
             low, high = add(low, context.bias[0]), add(high, context.bias[1])
         return low, high
 
-    def pair(
-        self, args: EpilogueArgs, context: Context, token_row: Int32, low: Float32, high: Float32
-    ):
-        return self.scaled(args, context, token_row, low, high)
+    def pair(self, context: Context, scale: Any, low: Float32, high: Float32):
+        return self.scaled(context, scale, low, high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +110,8 @@ class Activate(StoreRows):
     def kind(self) -> str:  # type: ignore[override]
         return type(self.activation).__name__.lower()
 
-    def pair(
-        self, args: EpilogueArgs, context: Context, token_row: Int32, low: Float32, high: Float32
-    ):
-        low, high = self.scaled(args, context, token_row, low, high)
+    def pair(self, context: Context, scale: Any, low: Float32, high: Float32):
+        low, high = self.scaled(context, scale, low, high)
         if self.activation.gated:
             return (self.activation(DEVICE_MATH, low, high),)
         return self.activation(DEVICE_MATH, low), self.activation(DEVICE_MATH, high)

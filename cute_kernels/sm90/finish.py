@@ -33,6 +33,24 @@ def make_finish(gemm: Any) -> Any:
     return kind(gemm.epilogue, gemm.config)
 
 
+class TileScales:
+    """Row scales of a tile of ``n`` tokens, 32 to a register: lane l of register i has that of
+    token 32 i + l. One load each, all in flight together; reading one is a shuffle."""
+
+    def __init__(self, epilogue: StoreRows, args: Any, tile: Any, n: int) -> None:
+        lane, last = cute.arch.lane_idx(), tile.n - 1
+        tokens = [cutlass.min(Int32(32 * i) + lane, last) for i in range(-(-n // 32))]
+        self.words = [epilogue.scale_of(args, tile.row0 + t) for t in tokens]
+
+    def of(self, first: int, lane: Int32, odd: int) -> Any:
+        """Scale of token first + 2 (lane % 4) + odd, ``first`` a multiple of 8; the whole warp
+        calls."""
+        word = self.words[first // 32]
+        if word is None:
+            return None
+        return cute.arch.shuffle_sync(word, Int32(first % 32 + odd) + 2 * (lane % 4))
+
+
 @dataclasses.dataclass(frozen=True)
 class DirectFinish:
     """Registers -> shared memory (stmatrix, transposed) -> 16-byte stores along the features of a
@@ -62,6 +80,7 @@ class DirectFinish:
         half, thread = tidx // 128, tidx % 128
         buffer = staging + half * (tokens * 128)
         features = args.weight_rows // (2 // self.epilogue.values_per_pair)
+        scales = TileScales(self.epilogue, epilogue_args, tile, n)
         for m in cutlass.range_constexpr(self.config.row_tiles):
             row = (
                 tile.m * self.config.row_tiles + m
@@ -76,7 +95,7 @@ class DirectFinish:
             for first in cutlass.range_constexpr(0, n, tokens):
                 count = min(tokens, n - first)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
-                self._stage(first, count, accs[m], thread, buffer, epilogue_args, context, tile)
+                self._stage(first, count, accs[m], thread, buffer, context, scales)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
                 column = row // (2 // self.epilogue.values_per_pair)
                 self._store(first, count, thread, buffer, args, features, column, tile)
@@ -89,25 +108,19 @@ class DirectFinish:
         acc: Any,
         thread: Int32,
         buffer: Int32,
-        epilogue_args: Any,
         context: Any,
-        tile: Any,
+        scales: Any,
     ):
         lane, warp = cute.arch.lane_idx(), thread // 32
         both = self.epilogue.values_per_pair == 2
         for t16 in cutlass.range_constexpr(0, count, 16):
-            if cutlass.const_expr(self.epilogue.row_scale):
-                cute.arch.sync_warp()  # keeps ptxas from loading the scales of all tokens at once
             # a matrix each: packed rows 0-7 and 8-15 (or one activated) of 8 tokens, and again
             words = []
             for t8 in cutlass.range_constexpr(min(2, (count - t16) // 8)):
-                v = (first + t16 + 8 * t8) // 2
-                token = tile.row0 + cutlass.min(
-                    Int32(first + t16 + 8 * t8) + 2 * (lane % 4), tile.n - 1
-                )
-                after = cutlass.min(token + 1, tile.row0 + tile.n - 1)
-                a = self.epilogue.pair(epilogue_args, context, token, acc[v], acc[v + 2])
-                b = self.epilogue.pair(epilogue_args, context, after, acc[v + 1], acc[v + 3])
+                token = first + t16 + 8 * t8
+                v, even, odd = token // 2, scales.of(token, lane, 0), scales.of(token, lane, 1)
+                a = self.epilogue.pair(context, even, acc[v], acc[v + 2])
+                b = self.epilogue.pair(context, odd, acc[v + 1], acc[v + 3])
                 words += [pack_bf16x2(x, y) for x, y in zip(a, b)]
             if cutlass.const_expr(both):
                 token = t16 + lane // 16 * 8 + lane % 8
@@ -172,6 +185,7 @@ class WideFinish:
     ):
         lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
         features = args.weight_rows // (2 // per_pair)
+        scales = TileScales(self.epilogue, epilogue_args, tile, n)
         for m in cutlass.range_constexpr(self.config.row_tiles):
             group = (tile.m * self.config.row_tiles + m) * 8 + tidx // 32 % 4 + tidx // 128 * 4
             row = group * 16 + lane // 4  # packed weight row
@@ -186,10 +200,9 @@ class WideFinish:
             for v in cutlass.range_constexpr(0, n // 2):
                 if cutlass.const_expr(v % 4 < 2):
                     token = v // 4 * 8 + lane % 4 * 2 + v % 2
+                    scale = scales.of(v // 4 * 8, lane, v % 2)
                     if token < tile.n and row < args.weight_rows:
-                        values = self.epilogue.pair(
-                            epilogue_args, context, tile.row0 + token, accs[m][v], accs[m][v + 2]
-                        )
+                        values = self.epilogue.pair(context, scale, accs[m][v], accs[m][v + 2])
                         for i in cutlass.range_constexpr(per_pair):
                             store_f32(out + Int64(token) * features * 4 + 32 * i, values[i])
 
@@ -285,10 +298,10 @@ class Combine:
             values = load_f32x4(at) + load_f32x4(at + 32)
             sums = [s + v for s, v in zip(sums, values)]
             at += args.num_rows * stride
-        outs = []
+        outs, scale = [], self.epilogue.scale_of(epilogue_args, token)
         for i in cutlass.range_constexpr(4):
             context = self.epilogue.begin(epilogue_args, expert, row + i, args.weight_rows)
-            outs.append(self.epilogue.pair(epilogue_args, context, token, sums[i], sums[4 + i]))
+            outs.append(self.epilogue.pair(context, scale, sums[i], sums[4 + i]))
         per_pair = self.epilogue.values_per_pair
         size = 4 if self.epilogue.dtype == "Float32" else 2
         out = args.out.toint() + Int64(token) * (args.weight_rows // (2 // per_pair)) * size
