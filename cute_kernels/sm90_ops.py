@@ -48,6 +48,7 @@ __all__ = [
     "Sums",
     "blob_shape",
     "config_name",
+    "gathers_well",
     "gemm_scratch",
     "grouped_gemm",
     "pack_alpha",
@@ -86,6 +87,12 @@ def config_name(num_rows: int, num_experts: int, batch_invariant: bool = False) 
     """Name of the configuration for ``num_rows`` routed rows; with ``batch_invariant`` one of those
     that sum in the same order."""
     return choose_config(num_rows, num_experts, batch_invariant).name
+
+
+def gathers_well(config: str) -> bool:
+    """Is L1 with ``row_token`` faster than rows laid out expert-major first? Few rows: one launch
+    less. Many: cp.async by 32 lanes costs the main loop more than the copy (sm90/README.md)."""
+    return config != PREFILL.name
 
 
 def gemm_scratch(num_rows: int, weight: Sm90Weight, config: str) -> tuple[int, int]:
@@ -305,7 +312,7 @@ def _gemm_kernel(*args: Any) -> None:
     if arch_of(a.x.device) != _ARCH:
         raise ValueError(f"x is on {a.x.device}, no Hopper GPU: the kernel would not run there")
     host.sm90_grouped_gemm(
-        a.x,
+        flat(a.x),
         a.weight,
         a.offsets,
         row_token=a.row_token,

@@ -251,8 +251,8 @@ def run_sm90(
     with stage("moe.quantize"):
         if isinstance(x, Nvfp4Tensor):
             _stage_received(x, plan, scratch)
-        elif _reads_tokens(x, cfg, numerics):
-            gathered = x.contiguous()
+        elif _reads_tokens(x, cfg, numerics) and sm90_ops.gathers_well(scratch.sums.config):
+            gathered = x
         else:
             on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
             outer = _outer_scale(x, topk_ids, on_input, cfg, experts, numerics)

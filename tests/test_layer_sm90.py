@@ -73,6 +73,16 @@ def test_forward_with_a_shared_expert(count: int) -> None:
     assert same_bits(routed(backend="sm90", **options)(x), routed(backend="torch", **options)(x))
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_bf16_rows_gathered_or_staged_are_the_same(monkeypatch, gathers: bool) -> None:
+    monkeypatch.setattr(sm90_ops, "gathers_well", lambda config: gathers)
+    wide, routes = torch.cat((tokens(9), tokens(9)), dim=1), routing(9)
+    case = Case(activations="bf16")
+    for x in (wide[:, :H], wide[:, 3 : H + 3]):  # strided, and at an odd address
+        want = build(case, backend="reference").experts(x, *routes)
+        assert same_bits(sm90(case).experts(x, *routes), want)
+
+
 def test_ranks_add_up_to_the_whole() -> None:
     case = Case(activation="oai", biases=True, static_h=True)
     x, (ids, weights) = tokens(20, dtype=torch.float32), routing(20)
