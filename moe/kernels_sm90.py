@@ -122,10 +122,15 @@ def repack(buffers: dict[str, Any], canonical: dict[str, Tensor], cfg: MoEConfig
     for name, (_, _, gated) in _sizes(cfg).items():
         data, scale = canonical[f"{name}_data"], canonical[f"{name}_scale"]
         fill(buffers[f"{name}_packed"], data, scale, gated)
-        g = buffers["g13"] if name == "l1" else buffers["g2"][:, None]
-        buffers[f"{name}_alpha"].copy_(sm90_ops.pack_alpha(g))
+    pack_alphas(buffers)
     if buffers["b13"] is not None:
         buffers["b13_packed"].copy_(pack_bias(buffers["b13"], cfg))
+
+
+def pack_alphas(buffers: dict[str, Any]) -> None:
+    """Write what follows from the g13 and g2 of a layer; nothing waits for the device."""
+    for name, g in (("l1", buffers["g13"]), ("l2", buffers["g2"][:, None])):
+        buffers[f"{name}_alpha"].copy_(sm90_ops.pack_alpha(g))
 
 
 def experts_of(buffers: dict[str, Any], cfg: MoEConfig, first_expert: int) -> PackedExperts:

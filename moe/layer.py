@@ -166,6 +166,27 @@ class MoE(nn.Module):
             tensors[name] = tensors[name].view(torch.float8_e4m3fn)
         return ExpertWeights(**tensors, first_expert=self.first_expert)
 
+    def set_scales(self, g13: Tensor, g2: Tensor, gh: Tensor | None) -> None:
+        """Global scales of the calls to come: g13 (E, P), g2 (E,), and gh (E,) or None, contiguous
+        fp32 on the layer's device, as in `ExpertWeights`.
+
+        The tensors are kept, not copied: what is written into them later counts as well, on "sm90"
+        from the next call of this method on. Nothing waits for the device, a CUDA graph may hold
+        the call.
+        """
+        for name, scale in (("g13", g13), ("g2", g2), ("gh", gh)):
+            old = getattr(self, name)
+            if scale is old:  # an assignment to a module costs more than this
+                continue
+            shape = (self.g13.shape[0],) if old is None else tuple(old.shape)
+            if scale is not None and (tuple(scale.shape) != shape or scale.dtype != torch.float32):
+                raise ValueError(
+                    f"{name} must be float32 {shape}, got {tuple(scale.shape)} {scale.dtype}"
+                )
+            setattr(self, name, scale)
+        if self.backend == "sm90":
+            kernels_sm90.pack_alphas(self._buffers)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         """Move buffers between devices, never change their dtype; the shared expert takes both."""
 

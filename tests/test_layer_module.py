@@ -323,3 +323,22 @@ def test_workspace_views_have_the_shapes_asked_for() -> None:
 
 def test_the_reference_needs_no_scratch() -> None:
     assert build(backend="reference").plan_memory(1000) == 0
+
+
+def test_scales_of_a_layer_can_be_replaced() -> None:
+    layer = build(Case(static_h=True))
+    x, (ids, weights) = tokens(5), routing(5)
+    g13, g2, gh = layer.g13 * 2, layer.g2 * 4, layer.gh * 0.5
+    want = build(Case(static_h=True))
+    for old, factor in ((want.g13, 2), (want.g2, 4), (want.gh, 0.5)):
+        old.mul_(factor)
+    before = layer.experts(x, ids, weights)
+    layer.set_scales(g13, g2, gh)
+    after = layer.experts(x, ids, weights)
+    assert same_bits(after, want.experts(x, ids, weights)) and not same_bits(after, before)
+    layer.set_scales(g13, g2, None)
+    assert layer.gh is None
+    layer.set_scales(g13, g2, gh)
+    for wrong in ((g13[:1], g2, gh), (g13, g2.double(), gh), (g13, g2, gh[1:])):
+        with pytest.raises(ValueError, match="must be float32"):
+            layer.set_scales(*wrong)
