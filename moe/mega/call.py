@@ -193,9 +193,7 @@ def _layer(
         )
         layer = made[l2] = MoE(cfg, weights, backend=buffer.backend, parallel=buffer.parallel)
     layer.cfg = cfg
-    for name, scale in zip(("g13", "g2", "gh"), scales):
-        if getattr(layer, name) is not scale:  # an assignment to a module costs more than this
-            setattr(layer, name, scale)
+    layer.set_scales(*scales)
     return layer
 
 

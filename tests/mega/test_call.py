@@ -3,6 +3,7 @@ on weights laid out without them; every argument that is accepted has an effect.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import weakref
@@ -218,6 +219,31 @@ def test_scales_and_clamp_may_change_between_calls() -> None:
         other = data.layer(limit, gh)
         mega.fp4_fp4_mega_moe(y, *pair, buffer, activation_clamp=limit, **scales_of(other))
         assert same_bits(y, data.stages(other, t, limit).y), (limit, gh)
+
+
+def test_scales_reach_a_backend_that_packs_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper the weights of a layer are laid out anew, its scales with them; the operators of
+    that backend run in plain PyTorch here, with sums in fp64."""
+    monkeypatch.setattr("moe.mega.buffer.choose_backend", lambda name, device: name)
+    monkeypatch.setattr("moe.layer.choose_backend", lambda name, device: name)
+    of, t = data.layer(), data.tokens(scaled=True)
+    buffer, pair, y = buffer_of(t, "sm90"), weights_of(of), empty_y()
+    buffer.input_global_scale = t.gx
+    for limit, gh in ((None, False), (0.5, True)):
+        mine = data.layer(limit, gh)
+        other = dataclasses.replace(mine, gate=_twice(mine.gate), down=_twice(mine.down))
+        for layer in (mine, other, mine):
+            mega.fp4_fp4_mega_moe(y, *pair, buffer, activation_clamp=limit, **scales_of(layer))
+            assert same_bits(y, data.stages(layer, t, limit).y)
+    scales = scales_of(data.layer())
+    scales["l1_alphas"].mul_(2)  # in place, as a graph's caller would
+    mega.fp4_fp4_mega_moe(y, *pair, buffer, **scales)
+    both = dataclasses.replace(of, gate=_twice(of.gate), up=_twice(of.up))
+    assert same_bits(y, data.stages(both, t).y)
+
+
+def _twice(part: Any) -> Any:
+    return part[0], part[1], part[2] * 2
 
 
 def test_a_buffer_on_the_memory_of_another() -> None:
