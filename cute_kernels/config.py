@@ -20,6 +20,7 @@ class GemmConfig:
     pairs     MMA tiles side by side in M in a cluster; they share the N operand by multicast
     columns   MMA tiles side by side in N in a cluster; they share the M operand by multicast
     decode    weights on M and routed rows on N, as many as there are up to tile_n = 64; one CTA
+    dynamic   work items come from an atomic counter instead of a stride over the clusters
     tile_k    256: 128 bytes of codes, one 128-byte swizzle span
 
     Raises ValueError for a combination that does not exist or does not fit into shared memory.
@@ -30,6 +31,7 @@ class GemmConfig:
     pairs: int = 1
     columns: int = 1
     decode: bool = False
+    dynamic: bool = False
     tile_k: int = 256
 
     def __post_init__(self) -> None:
@@ -119,7 +121,8 @@ class GemmConfig:
     def name(self) -> str:
         plan = "decode_" if self.decode else ""
         shared = "rows" if self.columns > 1 else ""
-        return f"{plan}{128 * self.ctas}x{self.tile_n}x{self.tile_k}_c{self.cluster}{shared}"
+        size = f"{128 * self.ctas}x{self.tile_n}x{self.tile_k}_c{self.cluster}{shared}"
+        return f"{plan}{size}{'_dynamic' if self.dynamic else ''}"
 
 
 def tile_bytes(config: GemmConfig, n: int) -> int:

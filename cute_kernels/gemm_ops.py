@@ -362,7 +362,7 @@ def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: 
     device = rows.data.device
     sizes: list[Any] = [rows.data.shape[0], rows.routed] if gathered else [rows.routed]
     load = [rows.data, rows.scale, rows.row_token, *sizes, rows.scale.shape[0]]
-    problem = [experts, n, 2 * half, max(_multiprocessors(device) // config.cluster, 1)]
+    problem = [experts, n, 2 * half, None, max(_multiprocessors(device) // config.cluster, 1)]
     launch(kernel, device, *load, *weights, offsets, *tensors, *problem)
 
 

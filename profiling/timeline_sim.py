@@ -103,16 +103,19 @@ def roles(kernel: Any) -> dict[int, str]:
     from cute_kernels.sm100.grouped_gemm import EPILOGUE_WARPS, LOAD_WARP, MMA_WARP
 
     out = {w: f"epilogue {w}" for w in range(EPILOGUE_WARPS)} | {MMA_WARP: "mma"}
-    for w in range(LOAD_WARP, kernel.threads // 32):
+    for w in range(LOAD_WARP, kernel.schedule_warp):
         out[w] = "load" if w == LOAD_WARP else f"load {w - LOAD_WARP}"
-    return out
+    return out | {kernel.schedule_warp: "schedule"}
 
 
 def barrier_name(kernel: Any, index: int) -> str:
     """Name of the ``index``-th mbarrier of a CTA: they are allocated in this order."""
+    from cute_kernels.sm100.schedule import DEPTH
+
     stages, accumulators = kernel.config.stages, kernel.acc_stages
     for name, count in (("ab_full", stages), ("ab_empty", stages),
-                        ("acc_full", accumulators), ("acc_empty", accumulators)):  # fmt: skip
+                        ("acc_full", accumulators), ("acc_empty", accumulators),
+                        ("work_full", DEPTH), ("work_empty", DEPTH)):  # fmt: skip
         if index < count:
             return f"{name}[{index}]"
         index -= count

@@ -286,7 +286,7 @@ class GroupScales:
         tid, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         ptx.wait_for_previous_kernel()
-        found, row0, end = find_tile(expert_offsets.toint(), num_experts, tile, 128)
+        found, _, row0, end, *_ = find_tile(expert_offsets.toint(), num_experts, tile, 1, 128)
         if found:
             # lanes: 16 rows x 2 neighbouring pieces of 16 columns, so a warp reads 32-byte sectors.
             # A warp keeps its rows: the number of warps is even.

@@ -1,6 +1,9 @@
-"""Which expert owns the n-th tile, found by a warp from ``expert_offsets``."""
+"""Which tile of which expert is the n-th one, found by a warp from ``expert_offsets``."""
 
 from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,49 +14,87 @@ from cute_kernels.device import ptx
 PER_LANE = 8
 
 
+class Tile(NamedTuple):
+    """One output tile. ``found`` is False past the last; row0 : end are the rows of the expert from
+    this tile on; sf_row0 is row0 counted with every expert padded to 128 rows; items: those before
+    the last expert that was looked at, which are all when none is found."""
+
+    found: Any
+    expert: Any
+    row0: Any
+    end: Any
+    sf_row0: Any
+    n_tile: Any
+    items: Any
+
+
 @cute.jit
-def find_tile(offsets, num_experts, tile, tile_rows: cutlass.Constexpr):
-    """(found, first row, end): the rows of tile ``tile`` when every expert's rows are cut into
-    tiles of ``tile_rows`` and tiles are numbered expert after expert: first row : min(first row +
-    tile_rows, end).
+def find_tile(offsets, num_experts, item, n_tiles, tile_rows: cutlass.Constexpr):
+    """The `Tile` ``item`` when every expert's rows are cut into tiles of ``tile_rows`` and its
+    columns into ``n_tiles``. Experts come one after another and, within one expert, row tiles run
+    fastest: the CTAs that work at the same time share weights, which stay in the L2.
 
     offsets  address of expert_offsets, int32 (num_experts + 1,), read within its bounds
+    n_tiles  run-time value, or the Python int 1
     Every lane of the warp must be here; all get the same answer. A lane looks at 8 experts a step,
-    so 256 experts cost one round of loads and one scan.
+    so 256 experts cost one round of loads and one scan (two, unless ``tile_rows`` is 128).
     """
     lane = cute.arch.lane_idx()
-    before = Int32(0)  # tiles of the experts already passed
+    before = Int32(0)  # row tiles of the experts already passed
+    sf_before = Int32(0)  # their rows, padded
     base = Int32(0)
     found = Boolean(False)
-    row0 = Int32(0)
-    end = Int32(0)
+    expert, row0, end, sf_row0, n_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     while base < num_experts and not found:
-        expert = base + lane * PER_LANE
+        mine0 = base + lane * PER_LANE
         edges = [
-            ptx.load_i32(offsets + Int64(cutlass.min(expert + j, num_experts)) * 4)
+            ptx.load_i32(offsets + Int64(cutlass.min(mine0 + j, num_experts)) * 4)
             for j in range(PER_LANE + 1)
         ]  # past the last expert they repeat, which makes empty experts
-        tiles = [(edges[j + 1] - edges[j] + (tile_rows - 1)) // tile_rows for j in range(PER_LANE)]
-        mine = tiles[0]
-        for j in cutlass.range_constexpr(1, PER_LANE):
-            mine += tiles[j]
+        tiles = tiles_of(edges, tile_rows)
+        mine = sum_of(tiles)
         upto = inclusive_sum(mine, lane)
         start = before + upto - mine
-        owners = cute.arch.vote_ballot_sync(tile >= start and tile < start + mine)
+        # with tiles of 128 rows the padded rows are those of the tiles
+        padded = tiles_of(edges, 128)
+        sf_mine = sum_of(padded)
+        sf_upto = upto if cutlass.const_expr(tile_rows == 128) else inclusive_sum(sf_mine, lane)
+        sf_start = sf_before + sf_upto - sf_mine
+        here = item >= start * n_tiles and item < (start + mine) * n_tiles
+        owners = cute.arch.vote_ballot_sync(here)
         found = owners != 0
-        first = Int32(0)
-        last = Int32(0)
-        for j in cutlass.range_constexpr(PER_LANE):
-            if tile >= start and tile < start + tiles[j]:
-                first = edges[j] + (tile - start) * tile_rows
-                last = edges[j + 1]
-            start += tiles[j]
         owner = cutlass.max(31 - Int32(cute.arch.clz(owners)), 0)
-        row0 = cute.arch.shuffle_sync(first, owner)
+        chosen, first, last, sf_first = mine0, Int32(0), Int32(0), Int32(0)
+        inside, count = Int32(0), Int32(1)
+        for j in cutlass.range_constexpr(PER_LANE):
+            if item >= start * n_tiles and item < (start + tiles[j]) * n_tiles:
+                chosen, first, last, sf_first = mine0 + j, edges[j], edges[j + 1], sf_start * 128
+                inside, count = item - start * n_tiles, tiles[j]
+            start += tiles[j]
+            sf_start += padded[j]
+        m_tile = inside
+        if cutlass.const_expr(not isinstance(n_tiles, int)):
+            m_tile = inside % count
+            n_tile = cute.arch.shuffle_sync(inside // count, owner)
+            expert = cute.arch.shuffle_sync(chosen, owner)
+            sf_row0 = cute.arch.shuffle_sync(sf_first + m_tile * tile_rows, owner)
+        row0 = cute.arch.shuffle_sync(first + m_tile * tile_rows, owner)
         end = cute.arch.shuffle_sync(last, owner)
         before += cute.arch.shuffle_sync(upto, 31)
+        sf_before += cute.arch.shuffle_sync(sf_upto, 31)
         base += 32 * PER_LANE
-    return found, row0, end
+    return Tile(found, expert, row0, end, sf_row0, n_tile, before * n_tiles)
+
+
+def tiles_of(edges: list, rows: int) -> list:
+    return [(b - a + (rows - 1)) // rows for a, b in itertools.pairwise(edges)]
+
+
+def sum_of(values: list) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total += value
+    return total
 
 
 @cute.jit

@@ -22,10 +22,20 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cute_kernels.compile import Ptr
 from cute_kernels.config import TMEM_COLUMNS, GemmConfig
 from cute_kernels.device import ptx
+from cute_kernels.device.scheduler import find_tile
 from cute_kernels.sm100.loads import WeightArgs, WeightTiles
 from cute_kernels.sm100.operands import SF_VEC
 from cute_kernels.sm100.plans import DECODE, PREFILL
-from cute_kernels.sm100.tiles import find_work
+from cute_kernels.sm100.schedule import (
+    DEPTH,
+    WORDS,
+    Ring,
+    init_ring,
+    next_item,
+    publish,
+    reset,
+    take,
+)
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -34,40 +44,47 @@ ALIGN = 1024  # the swizzle pattern repeats every 1024 bytes and descriptors ass
 
 
 class Problem(NamedTuple):
+    """Sizes, and the counter of a dynamic schedule: int32 (1,), 0 before and after a launch."""
+
     experts: Any
     n: Any
     k: Any
+    counter: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Sm100GroupedGemm:
     """Persistent, warp-specialised, one cluster per work item at a time.
 
-    load      where the rows of A come from: `cute_kernels.sm100.loads`
+    load      where the rows come from: `cute_kernels.sm100.loads`
     epilogue  what happens to the accumulator: `cute_kernels.device.epilogues`
-    config    `GemmConfig`
+    config    `GemmConfig`; its plan decides which side of the MMA the rows are on:
+              `cute_kernels.sm100.plans`
+    pdl       programmatic dependent launch: set up while the previous kernel still runs
 
-    Shapes  A: see the load. W (E, N, K) K-major; N a multiple of 16, K of 32. expert_offsets int32
-            (E+1,).
-            All sizes are run-time values: one compile serves every shape.
-    Warps   0-3 epilogue (one accumulator row per thread), 4 scale copies and MMAs, 5.. loads
+    Shapes  rows: see the load. W (E, N, K) K-major; N a multiple of 16, K of 32. expert_offsets
+            int32 (E+1,). All sizes are run-time values: one compile serves every shape.
+    Warps   0-3 epilogue (a thread owns a row of the M side), 4 scale copies and MMAs, in the first
+            CTA of a pair; 5.. loads; the last one finds work items, in the first CTA of a cluster
 
-    | barrier   | arrivals              | by                                                     |
-    |-----------|-----------------------|--------------------------------------------------------|
-    | ab_full   | 1 + tx                | a load warp of the leader CTA arms; bytes of both CTAs |
-    | ab_empty  | MMA issuers of cluster | their commits, multicast to the CTAs they share with   |
-    | acc_full  | 1                     | commit of the MMA issuer, multicast over its pair      |
-    | acc_empty | 4 * ctas              | one arrival per epilogue warp, at the leader           |
+    | barrier    | arrivals               | by                                                    |
+    |------------|------------------------|-------------------------------------------------------|
+    | ab_full    | `full_arrivals` + bytes | load warp of the leader CTA arms; bytes of both CTAs |
+    | ab_empty   | MMA issuers of cluster | their commits, multicast to the whole cluster         |
+    | acc_full   | 1                      | commit of the MMA issuer, multicast over its pair     |
+    | acc_empty  | 4 * ctas               | one arrival per epilogue warp, at the leader          |
+    | work_full  | 1 + bytes              | scheduler warp of the cluster                         |
+    | work_empty | `takers`               | every warp that took the item, at the first CTA       |
 
     Two accumulators alternate. With 256 columns they share the columns that the scales need
-    (`GemmConfig`):
-    then one pair of accumulator barriers serves both, and an accumulator is released as soon as its
-    shared columns are in registers.
+    (`GemmConfig`): then one pair of accumulator barriers serves both, and an accumulator is
+    released as soon as its shared columns are in registers.
     """
 
     load: Any
     epilogue: Any
     config: GemmConfig
+    pdl: bool = True
 
     @property
     def name(self) -> str:
@@ -81,7 +98,7 @@ class Sm100GroupedGemm:
             WeightArgs(fp4, fp8),
             Ptr("Int32", 4),
             self.epilogue.arguments,
-            Problem("i32", "i32", "i32"),
+            Problem("i32", "i32", "i32", Ptr("Int32", 4) if self.config.dynamic else None),
             "i32",
         )
 
@@ -108,8 +125,25 @@ class Sm100GroupedGemm:
         return tcgen05.CtaGroup.TWO if self.config.ctas == 2 else tcgen05.CtaGroup.ONE
 
     @property
+    def schedule_warp(self) -> int:
+        return LOAD_WARP + self.load.warps
+
+    @property
     def threads(self) -> int:
-        return (LOAD_WARP + self.load.warps) * 32
+        return (self.schedule_warp + 1) * 32
+
+    @property
+    def full_arrivals(self) -> int:
+        """Load warps that arrive at ab_full. One is enough where every warp brings bytes to every
+        stage. A warp without a box in a decode tile must arrive instead: nothing else would keep
+        the others from lapping it, and after two laps it could not tell the phases apart."""
+        return self.load.warps if self.config.decode else 1
+
+    @property
+    def takers(self) -> int:
+        """Warps of a cluster that take work items: an MMA warp per pair, all others per CTA."""
+        c = self.config
+        return (EPILOGUE_WARPS + self.load.warps) * c.cluster + c.pairs * c.columns
 
     @property
     def acc_stages(self) -> int:
@@ -177,7 +211,7 @@ class Sm100GroupedGemm:
             cluster=(c.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # shared memory allows no more: nothing to spill for
-            use_pdl=True,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -194,6 +228,10 @@ class Sm100GroupedGemm:
 
         smem = utils.SmemAllocator()
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 * c.stages + 2 * self.acc_stages)
+        ring = Ring(
+            smem.allocate_array(cutlass.Int64, num_elems=2 * DEPTH),
+            smem.allocate_tensor(Int32, cute.make_layout((WORDS, DEPTH)), 16),
+        )
         holder = smem.allocate_array(cutlass.Int32, num_elems=1)
         fp4, fp8 = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN
         operands = (
@@ -203,40 +241,46 @@ class Sm100GroupedGemm:
             smem.allocate_tensor(fp8, layouts[3], ALIGN),
         )
         if warp == LOAD_WARP:
-            self.init_barriers(bars)
+            self.init_barriers(bars, ring)
         self.sync()
         if warp == 0:
             cute.arch.alloc_tmem(TMEM_COLUMNS, holder, is_two_cta=c.ctas == 2)
         cute.arch.barrier(barrier_id=2, number_of_threads=self.threads)
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
-        ptx.wait_for_previous_kernel()
+        if cutlass.const_expr(self.pdl):
+            ptx.wait_for_previous_kernel()
 
-        walk = (offsets.toint(), problem)
-        if warp >= LOAD_WARP:
-            self.load_loop(atoms, tensors, operands, bars, rows, walk)
-        if warp == MMA_WARP and rank % c.ctas == 0:
-            self.mma_loop(operands, tmem, bars, walk)
-        if warp < EPILOGUE_WARPS:
-            self.epilogue_loop(tmem, bars, epilogue, walk)
+        if warp == self.schedule_warp:
+            if rank == 0:
+                self.schedule_loop(ring, offsets.toint(), problem)
+        elif warp >= LOAD_WARP:
+            self.load_loop((atoms, tensors), operands, bars, ring, rows, problem.k)
+        elif warp == MMA_WARP:
+            if rank % c.ctas == 0:
+                self.mma_loop(operands, tmem, bars, ring, problem.k)
+        else:
+            self.epilogue_loop(tmem, bars, ring, epilogue, problem.n)
 
         self.sync()
-        ptx.allow_next_kernel()
+        if cutlass.const_expr(self.pdl):
+            ptx.allow_next_kernel()
         if warp == 0:
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.ctas == 2)
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=c.ctas == 2)
 
     @cute.jit
-    def init_barriers(self, bars):
-        """ab_full[], ab_empty[], acc_full[], acc_empty[], in this order."""
+    def init_barriers(self, bars, ring):
+        """ab_full[], ab_empty[], acc_full[], acc_empty[], in this order, then those of the ring."""
         c = self.config
         with cute.arch.elect_one():
             for s in cutlass.range_constexpr(c.stages):
-                cute.arch.mbarrier_init(bars + s, 1)
+                cute.arch.mbarrier_init(bars + s, self.full_arrivals)
                 cute.arch.mbarrier_init(bars + c.stages + s, c.pairs * c.columns)
             for s in cutlass.range_constexpr(self.acc_stages):
                 cute.arch.mbarrier_init(bars + 2 * c.stages + s, 1)
                 acc_empty = bars + 2 * c.stages + self.acc_stages + s
                 cute.arch.mbarrier_init(acc_empty, EPILOGUE_WARPS * c.ctas)
+            init_ring(ring, self.takers)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -249,42 +293,50 @@ class Sm100GroupedGemm:
         else:
             cute.arch.sync_threads()
 
+    # ---- schedule
+
     @cute.jit
-    def next_work(self, walk, item):
-        offsets, problem = walk
+    def schedule_loop(self, ring, offsets, problem):
+        """Find the items of this cluster, one after another, and publish them; the last one does
+        not exist."""
         c = self.config
         n_tiles = (problem.n + (c.tile_columns - 1)) // c.tile_columns
-        return find_work(offsets, problem.experts, item, n_tiles, c.tile_rows)
-
-    def first_item(self):
-        return cute.arch.block_idx()[0] // self.config.cluster
-
-    def item_step(self):
-        return cute.arch.grid_dim()[0] // self.config.cluster
+        clusters = cute.arch.grid_dim()[0] // c.cluster
+        item = cute.arch.block_idx()[0] // c.cluster
+        work = find_tile(offsets, problem.experts, item, n_tiles, c.tile_rows)
+        publish(ring, Int32(0), work, c.cluster)
+        count = Int32(1)
+        while work.found:
+            item = next_item(item, clusters, problem.counter)
+            work = find_tile(offsets, problem.experts, item, n_tiles, c.tile_rows)
+            publish(ring, count, work, c.cluster)
+            count += 1
+            if cutlass.const_expr(c.dynamic):  # noqa: SIM102 (one is compile-time)
+                if not work.found:
+                    reset(item, clusters, problem.counter, work.items)
 
     # ---- loads
 
     @cute.jit
-    def load_loop(self, atoms, views, operands, bars, rows, walk):
+    def load_loop(self, maps, operands, bars, ring, rows, k):
         """Fill the stages: rows, weights and both scales of one K tile; the leader arms ab_full."""
         c = self.config
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (row_load, row_side), (weight_load, weight_side) = self.loads
-        row_maps = ((atoms[0], views[0]), (atoms[1], views[1]))
-        weight_maps = ((atoms[2], views[2]), (atoms[3], views[3]))
-        k_tiles = (walk[1].k + (c.tile_k - 1)) // c.tile_k
+        maps = list(zip(*maps))  # (TMA atom, its view) of the row codes, row scales, weights, ...
+        k_tiles = (k + (c.tile_k - 1)) // c.tile_k
         arms = rank % c.ctas == 0 and warp == LOAD_WARP
         step = Int32(0)
-        item = self.first_item()
-        work = self.next_work(walk, item)
+        count = Int32(0)
+        work = take(ring, count, c.cluster)
         while work.found:
             tile = self.plan.tile(c, work, rank)
             copy_rows, copy_row_scales = row_load.copy_fn(
-                self, row_side, row_maps, operands, rows, tile
+                self, row_side, maps[:2], operands, rows, tile
             )
             copy_weights, copy_weight_scales = weight_load.copy_fn(
-                self, weight_side, weight_maps, operands, None, tile
+                self, weight_side, maps[2:], operands, None, tile
             )
             tx = c.stage_bytes * c.ctas
             if cutlass.const_expr(c.decode):
@@ -297,13 +349,17 @@ class Sm100GroupedGemm:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full, tx)
                 copy_rows(k_tile, s, full)
+                if cutlass.const_expr(self.full_arrivals > 1):  # noqa: SIM102
+                    if not arms:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(full)
                 if warp == LOAD_WARP:
                     copy_row_scales(k_tile, s, full)
                     copy_weights(k_tile, s, full)
                     copy_weight_scales(k_tile, s, full)
                 step += 1
-            item += self.item_step()
-            work = self.next_work(walk, item)
+            count += 1
+            work = take(ring, count, c.cluster)
 
     # ---- MMA
 
@@ -336,7 +392,7 @@ class Sm100GroupedGemm:
         return copy, descriptors, part.partition_D(destination)
 
     @cute.jit
-    def mma_loop(self, operands, tmem, bars, walk):
+    def mma_loop(self, operands, tmem, bars, ring, k):
         """Scale copies and MMAs; commits free the stages and announce the accumulator."""
         c = self.config
         mma, _ = self.tiled_mmas()
@@ -354,11 +410,10 @@ class Sm100GroupedGemm:
             all_mask = (1 << c.cluster) - 1
         if cutlass.const_expr(c.ctas == 2):
             pair_mask = Int32(3) << rank
-        k_tiles = (walk[1].k + (c.tile_k - 1)) // c.tile_k
+        k_tiles = (k + (c.tile_k - 1)) // c.tile_k
         step = Int32(0)
         count = Int32(0)
-        item = self.first_item()
-        work = self.next_work(walk, item)
+        work = take(ring, count, c.cluster)
         while work.found:
             acc_full, acc_empty, phase = self.acc_barriers(bars, count)
             cute.arch.mbarrier_wait(acc_empty, phase ^ 1)
@@ -384,8 +439,7 @@ class Sm100GroupedGemm:
             with cute.arch.elect_one():
                 tcgen05.commit(acc_full, pair_mask, self.cta_group)
             count += 1
-            item += self.item_step()
-            work = self.next_work(walk, item)
+            work = take(ring, count, c.cluster)
 
     @cute.jit
     def multiply(self, n: cutlass.Constexpr, tCtAcc, fragments, sfb_shift, k_tile, stage):
@@ -415,7 +469,7 @@ class Sm100GroupedGemm:
     # ---- epilogue
 
     @cute.jit
-    def epilogue_loop(self, tmem, bars, args, walk):
+    def epilogue_loop(self, tmem, bars, ring, args, n):
         """TMEM -> registers, ``width`` columns at a time; thread t of the CTA owns accumulator row
         t."""
         c, plan = self.config, self.plan
@@ -435,12 +489,11 @@ class Sm100GroupedGemm:
         leader = rank // c.ctas * c.ctas
         lane_row = rank % c.ctas * 128 + tid
         count = Int32(0)
-        item = self.first_item()
-        work = self.next_work(walk, item)
+        work = take(ring, count, c.cluster)
         while work.found:
             acc_full, acc_empty, phase = self.acc_barriers(bars, count)
             tile = plan.tile(c, work, rank)
-            where = (work, tile, lane_row, walk[1].n)
+            where = (work, tile, lane_row, n)
             num_steps = plan.steps(c, self.epilogue, tile)
             # steps after which the columns that the next accumulator uses are in registers
             release_after = -(-c.sf_columns // width) if c.overlapped else num_steps
@@ -456,8 +509,7 @@ class Sm100GroupedGemm:
                     self.release_accumulator(acc_empty, leader)
                 plan.store(self.epilogue, args, begun, values, where, j)
             count += 1
-            item += self.item_step()
-            work = self.next_work(walk, item)
+            work = take(ring, count, c.cluster)
 
     @cute.jit
     def release_accumulator(self, acc_empty, leader):

@@ -64,6 +64,7 @@ class Data:
         exact = nvfp4.Nvfp4Tensor(self.rows, scales, torch.ones(()))
         a, b = nvfp4.decode(exact, torch.float64), nvfp4.decode(self.w, torch.float64)
         self.acc = torch.cat([a[self.expert == e] @ b[e].t() for e in range(experts)]).float()
+        self.counter = self.guard(torch.zeros(1, dtype=torch.int32), -1)  # 0 again after a launch
         self.bias = None
         if p.biased:
             self.bias = self.guard(torch.randn(experts, p.n, generator=g), NAN)
@@ -100,18 +101,25 @@ class Data:
         return [self.rows.data_ptr(), self.scale.data_ptr(), len(self.rows), self.scale.shape[0]]
 
     def launch(self, config: GemmConfig, epilogue: Any, outputs: list[int], **schedule: Any) -> Any:
-        load = GatheredRows() if self.problem.gathered else ContiguousRows()
-        kernel = compiler.load(Sm100GroupedGemm(load, epilogue, config), "sm_100a")
-        p = self.problem
-        weights = [self.w_data.data_ptr(), self.w_scale.data_ptr(), self.offsets.data_ptr()]
-        clusters = max(4 // config.cluster, 2)
+        kernel = self.kernel(config, epilogue)
         with sim.Simulator(**schedule) as s:
-            kernel(
-                *self.load_arguments(), *weights, *outputs,
-                len(p.counts), p.n, p.k, clusters, 0,
-            )  # fmt: skip
+            self.call(kernel, outputs)
         self.assert_inputs_intact()
         return s.launches[0]
+
+    def kernel(self, config: GemmConfig, epilogue: Any, pdl: bool = True) -> Sm100GroupedGemm:
+        load = GatheredRows() if self.problem.gathered else ContiguousRows()
+        return Sm100GroupedGemm(load, epilogue, config, pdl)
+
+    def call(self, kernel: Sm100GroupedGemm, outputs: list[int], clusters: int = 0) -> None:
+        """Launch in the simulator that is active; ``outputs``: arguments of the epilogue."""
+        p, config = self.problem, kernel.config
+        weights = [self.w_data.data_ptr(), self.w_scale.data_ptr(), self.offsets.data_ptr()]
+        counter = [self.counter.data_ptr()] if config.dynamic else []
+        compiler.load(kernel, "sm_100a")(
+            *self.load_arguments(), *weights, *outputs,
+            len(p.counts), p.n, p.k, *counter, clusters or max(4 // config.cluster, 2), 0,
+        )  # fmt: skip
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, poison: float) -> tuple[Tensor, Tensor]:

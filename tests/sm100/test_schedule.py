@@ -1,0 +1,108 @@
+"""Which cluster does what: identical bits over schedules of the simulator, a dynamic schedule,
+dependent launches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_kernels import compile as compiler
+from cute_kernels import nvfp4, sim
+from cute_kernels.activations import SwiGLU
+from cute_kernels.config import GemmConfig
+from cute_kernels.device.epilogues import ActivationQuantize, StoreRows
+from tests.sm100.configs import DECODE, MAIN, OTHER, names
+from tests.sm100.harness import Data, Problem, equal_bits, store_rows
+
+# the smallest shapes with more stages than fit, a second row tile, a second item per cluster
+SMALL = {c: Problem((3, c.tile_rows + 1), n=c.tile_columns, k=320, gathered=True) for c in MAIN}
+
+
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("config", MAIN, ids=names)
+def test_fifty_schedules_give_the_same_bits(config: GemmConfig, part: int) -> None:
+    data = Data(SMALL[config])
+    for seed in range(10 * part, 10 * part + 10):
+        out, want, _ = store_rows(data, config, seed=seed, schedule="random")
+        assert equal_bits(out, want), f"seed {seed}"
+
+
+@pytest.mark.parametrize("config", OTHER, ids=names)
+def test_five_schedules_of_the_others(config: GemmConfig) -> None:
+    data = Data(Problem((3, config.tile_rows + 1), n=config.tile_columns, k=320, gathered=True))
+    for seed in range(5):
+        out, want, _ = store_rows(data, config, seed=seed, schedule="random")
+        assert equal_bits(out, want), f"seed {seed}"
+
+
+def dynamic(config: GemmConfig) -> GemmConfig:
+    return dataclasses.replace(config, dynamic=True)
+
+
+@pytest.mark.parametrize("config", [GemmConfig(1, 128), MAIN[-1], DECODE], ids=names)
+def test_dynamic_schedule_and_its_counter(config: GemmConfig) -> None:
+    """Exact, and the counter is 0 again (the harness compares it): a second launch needs no reset.
+    Empty experts, fewer items than clusters, no items at all."""
+    for counts in ((5, 0, 2 * config.tile_rows + 1, 0, 1), (0, 0), (1,), (0, 3)):
+        data = Data(Problem(counts, n=config.tile_columns + 64, k=320))
+        for seed in range(4):
+            out, want, _ = store_rows(data, dynamic(config), seed=seed, schedule="random")
+            assert equal_bits(out, want), f"{counts}, seed {seed}"
+
+
+@pytest.mark.parametrize("clusters", [1, 3, 7])
+@pytest.mark.parametrize("config", [DECODE, dynamic(DECODE)], ids=names)
+def test_any_number_of_clusters(config: GemmConfig, clusters: int) -> None:
+    data = Data(Problem((5, 0, 70, 1), n=272, k=128))
+    out = torch.full((76, 272), float("nan"))
+    one = torch.ones(4)
+    kernel = data.kernel(config, StoreRows("Float32"))
+    with sim.Simulator(seed=clusters, schedule="random"):
+        for _ in range(2):
+            data.call(kernel, [out.data_ptr(), one.data_ptr()], clusters)
+    assert equal_bits(out, data.acc)
+    assert not data.counter.any()
+
+
+def test_items_of_a_dynamic_schedule_are_all_done_once() -> None:
+    """As many MMAs as with the static schedule: no tile twice, none left out."""
+    data = Data(Problem((200, 3, 129), n=256, k=256))
+    count = {}
+    for config in (GemmConfig(1, 128), dynamic(GemmConfig(1, 128))):
+        _, _, launch = store_rows(data, config, seed=1, schedule="random")
+        count[config.dynamic] = launch.counters.total()["mma"]
+    assert count[True] == count[False] == (2 + 1 + 2) * 2 * 4
+
+
+@pytest.mark.parametrize("pdl", [True, False], ids=["pdl", "no_pdl"])
+def test_a_dependent_kernel_sees_what_the_previous_one_wrote(pdl: bool) -> None:
+    """L1 with activation and quantiser, then L2 on its output, in one stream. With dependent launch
+    the simulator starts a kernel on the memory as it was before its predecessor."""
+    first = Data(Problem((5, 33), n=256, k=128))
+    second = Data(Problem((5, 33), n=192, k=128, seed=1))
+    second.inputs.clear()  # overwritten by the first kernel
+    g13, gh = torch.full((2, 2), 1e-3), torch.full((2,), 1e-3)
+    out = torch.full((38, 192), float("nan"))
+    one = torch.ones(2)
+    l1 = first.kernel(DECODE, ActivationQuantize(SwiGLU(), indexed=False), pdl)
+    l2 = second.kernel(DECODE, StoreRows("Float32"), pdl)
+    for kernel in (l1, l2):
+        ptx = compiler.dump(kernel, "sm_100a").ptx
+        assert ("griddepcontrol.wait" in ptx) == pdl
+        assert ("griddepcontrol.launch_dependents" in ptx) == pdl
+    h = [t.data_ptr() for t in (second.rows, second.scale, g13, first.gx, gh)]
+    for seed in range(4):
+        second.rows.zero_()
+        with sim.Simulator(seed=seed, schedule="random"):
+            first.call(l1, h)
+            second.call(l2, [out.data_ptr(), one.data_ptr()])
+        scale = nvfp4.unswizzle(second.scale, *second.scale.shape)
+        real = nvfp4.grouped_rows(second.offsets, 38)
+        rows = nvfp4.Nvfp4Tensor(second.rows, scale[real][:, :8].contiguous(), torch.ones(()))
+        a = nvfp4.decode(rows, torch.float64)
+        b = nvfp4.decode(second.w, torch.float64)
+        want = torch.cat([a[:5] @ b[0].t(), a[5:] @ b[1].t()]).float()
+        assert a.any()
+        assert equal_bits(out, want), f"seed {seed}"
