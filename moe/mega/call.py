@@ -126,7 +126,8 @@ def _compute(y: Tensor, tokens: int, buffer: SymmBuffer, given: _Given) -> Tenso
     if given.stats is not None:
         name = "cumulative_local_expert_recv_stats"
         check_vector(name, given.stats, torch.int32, buffer)
-    others = (*scales, given.shared[2])
+    shared_weights = [w.weight for w in given.shared[:2] if w is not None]
+    others = (*scales, given.shared[2], *shared_weights)
     check_overlap(y, given.stats, buffer, (given.l1, given.l2), others)
     layer = _layer(buffer, given.l1, given.l2, clamp, scales)
     mix = buffer.topk_weights[:tokens]

@@ -163,6 +163,7 @@ def test_shared_experts_that_do_not_fit() -> None:
         ({"shared_l2_weights": torch.zeros(H, I)}, TypeError, "must come from transform"),
         ({"shared_l1_weights": None}, ValueError, "shared_l1_weights missing"),
         ({"y": given["x_bf16"]}, ValueError, "y shares memory with an input"),
+        ({"y": shared[0].weight[:T]}, ValueError, "y shares memory with an input"),
     ):
         with pytest.raises(error, match=match):
             mega.fp4_fp4_mega_moe(**(given | change))
