@@ -119,6 +119,16 @@ def kernels_on(device: torch.device) -> Any:
     return Simulator(schedule="lazy")
 
 
+def without_launches() -> Any:
+    """Context in which operations compile and load their kernels, and run nothing."""
+    return compiler.without_launches()
+
+
+def config_name(rows: int, experts: int, n: int) -> str:
+    """Name of the configuration that a GEMM of these sizes takes: one kernel each."""
+    return choose_config(rows, experts, n).name
+
+
 # ---- public functions
 
 

@@ -36,12 +36,14 @@ _CUDA_CHUNK_BYTES = 1 << 30  # decoded weights of all experts that exist at one 
 class Numerics:
     """activations "nvfp4" (W4A4) or "bf16" (W4A16); activation_scale "per_token", "static" or
     "per_tensor"; batch_invariant: the bits of a token depend on no other token, where a backend
-    would else choose by size between orders of summation.
+    would else choose by size between orders of summation; deterministic: False allows sums in an
+    order that no one fixes.
     """
 
     activations: str = "nvfp4"
     activation_scale: str = "per_token"
     batch_invariant: bool = False
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         if self.activations not in ("nvfp4", "bf16"):
@@ -50,6 +52,11 @@ class Numerics:
             raise ValueError(
                 "activation_scale must be 'per_token', 'static' or 'per_tensor', got "
                 f"{self.activation_scale!r}"
+            )
+        if self.batch_invariant and not self.deterministic:
+            raise ValueError(
+                "batch_invariant=True needs deterministic=True: sums in no fixed order give a "
+                "token other bits from call to call"
             )
 
 

@@ -1,10 +1,15 @@
 """The backends "sm100" and "sim": the layer on the SM100 kernels, on a GPU or in the simulator.
 
-x, plan -> quantised rows -> L1 with activation and quantiser (static gh), or L1, activation,
-quantiser apart (one outer scale per row) -> L2 -> combine.
+x, plan -> quantised rows -> L1 with activation and quantiser (static gh), or L1, activation and
+quantiser apart (one outer scale per row) -> L2 -> combine; or L2 adds its rows straight into their
+tokens (deterministic=False).
 """
 
 from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +18,15 @@ from cute_kernels import ops
 from cute_kernels.gemm_ops import (
     HiddenScales,
     Rows,
+    ScatterTarget,
     Weights,
+    config_name,
     grouped_gemm,
     grouped_gemm_act_quant,
+    grouped_gemm_scatter_add,
+    hidden_buffers,
     kernels_on,
+    without_launches,
 )
 from cute_kernels.nvfp4 import Nvfp4Tensor
 from moe.config import MoEConfig
@@ -25,8 +35,82 @@ from moe.plan import RoutingPlan
 from moe.ranges import stage
 from moe.reference import Tokens, input_scale, output_dtype
 from moe.weights import ExpertWeights
+from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
 KERNEL_BACKENDS = ("sm100", "sim")
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Experts(NamedTuple):
+    """`ExpertWeights` as the kernels read them: views, made anew at every call."""
+
+    w13: Weights
+    w2: Weights
+    g13: Tensor
+    g2: Tensor
+    gh: Tensor | None
+    gx: Tensor | None
+    b13: Tensor | None
+    b2: Tensor | None
+    first_expert: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> Experts:
+        return experts_of(dict(weights.tensors()), weights.first_expert)
+
+
+def experts_of(tensors: dict[str, Any], first_expert: int) -> Experts:
+    """From tensors by the names of `ExpertWeights`, as in the buffers of a layer."""
+    w13 = Weights(tensors["l1_data"], tensors["l1_scale"])
+    w2 = Weights(tensors["l2_data"], tensors["l2_scale"])
+    g13, g2 = tensors["g13"], tensors["g2"]
+    gh, gx, b13, b2 = (tensors.get(name) for name in ("gh", "gx", "b13", "b2"))
+    return Experts(w13, w2, g13, g2, gh, gx, b13, b2, first_expert, w2.data.shape[0])
+
+
+# ---- scratch
+
+
+def row_buffers(rows: int, cfg: MoEConfig, experts: Experts, adds: bool = False) -> list[Buffer]:
+    """Scratch of the two GEMMs of ``rows`` routed rows. ``adds``: L2 leaves no rows."""
+    count, width = experts.num_experts, cfg.projections * cfg.intermediate
+    o_bytes = 0 if adds else rows * cfg.hidden * 2
+    if experts.gh is not None:
+        return [
+            *hidden_buffers(rows, cfg.intermediate, count),
+            Buffer("o", (o_bytes,), torch.uint8),
+            Buffer("alpha", (count,), torch.float32),
+        ]
+    return [
+        *ops.row_hidden_buffers(rows, cfg.intermediate, count),
+        # rows of L2 take the place of the sums of L1, which are quantised by then
+        Buffer("sums_or_o", (max(o_bytes, rows * width * 4),), torch.uint8),
+        Buffer("ones", (count,), torch.float32),
+    ]
+
+
+def scratch_buffers(
+    num_tokens: int, cfg: MoEConfig, experts: Experts, numerics: Numerics
+) -> list[Buffer]:
+    """Scratch of one call."""
+    if experts.num_experts == 0 or num_tokens == 0:
+        return []
+    rows, adds = num_tokens * cfg.top_k, not numerics.deterministic
+    return [
+        *ops.sort_buffers(num_tokens, cfg.top_k, experts.num_experts),
+        *ops.quantize_buffers(num_tokens, cfg.hidden, rows, experts.num_experts),
+        *row_buffers(rows, cfg, experts, adds),
+        Buffer("y_sums", (num_tokens * adds, cfg.hidden), torch.float32),
+    ]
+
+
+def plan_memory(num_tokens: int, cfg: MoEConfig, experts: Experts, numerics: Numerics) -> int:
+    """Bytes that `run_kernels` takes for up to ``num_tokens`` tokens."""
+    return total_bytes(scratch_buffers(num_tokens, cfg, experts, numerics))
+
+
+# ---- the layer
 
 
 def run_kernels(
@@ -34,35 +118,53 @@ def run_kernels(
     topk_ids: Tensor,
     topk_weights: Tensor,
     cfg: MoEConfig,
-    weights: ExpertWeights,
+    experts: Experts,
     numerics: Numerics,
     shared: Tensor | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """x (T, H), ids and weights (T, K) -> y (T, H), see `output_dtype`."""
+    num_tokens, dtype = x.shape[0], output_dtype(x)
+    if num_tokens == 0 or experts.num_experts == 0:  # more ranks than experts: no row here
+        y = torch.zeros((num_tokens, cfg.hidden), dtype=torch.float32, device=x.device)
+        return (y if shared is None else y + shared.float()).to(dtype)
+    buffers = scratch_buffers(num_tokens, cfg, experts, numerics)
+    scratch = allocate(buffers, x.device, workspace)
     mix = topk_weights.float()
     with kernels_on(x.device):
         with stage("moe.route"):
-            plan = RoutingPlan(
-                *ops.sort_routes(
-                    topk_ids, mix, cfg.num_experts, weights.first_expert, weights.num_experts
-                )
-            )
-        if isinstance(x, Nvfp4Tensor):
-            gx = x.global_scale.expand(x.shape[0]).contiguous()
-            o = run_received(x.data, x.scale, gx, plan, cfg, weights)
-        else:
-            with stage("moe.quantize"):
-                given = input_scale(x, topk_ids, cfg, weights, numerics.activation_scale)
-                assert isinstance(given, str | Tensor)  # never a float: see input_scale
+            local = (experts.first_expert, experts.num_experts)
+            sorted_routes = ops.sort_routes(topk_ids, mix, cfg.num_experts, *local, out=scratch[:5])
+            plan = RoutingPlan(*sorted_routes)
+        with stage("moe.quantize"):
+            if isinstance(x, Nvfp4Tensor):
+                gx = x.global_scale.expand(num_tokens).contiguous()
+                rows, gx = _received(x.data, x.scale, gx, plan)
+            else:
+                given = _outer_scale(x, topk_ids, cfg, experts, numerics)
                 on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
+                offsets, token = plan.expert_offsets, plan.row_token
                 data, scale, gx = ops.quantize_rows(
-                    x, plan.expert_offsets, plan.row_token, given, on_input
+                    x, offsets, token, given, on_input, out=scratch[5:9]
                 )
-            chain = _dynamic if weights.gh is None else _static
-            o = chain(Rows(data, scale, plan.row_token), gx, plan, cfg, weights)
+                rows = Rows(data, scale, token)
+        h, gh = _hidden(rows, gx, plan, cfg, experts, scratch[9:-1])
+        with stage("moe.l2"):
+            if not numerics.deterministic:
+                return _add_rows(h, gh, plan, cfg, experts, scratch, shared, dtype)
+            o = _down(h, gh, plan, cfg, experts, scratch[9:-1])
         factors = None if cfg.weight_on_input else mix
         with stage("moe.combine"):
-            return ops.combine(o, plan.token_rows, factors, shared, output_dtype(x))
+            return ops.combine(o, plan.token_rows, factors, shared, dtype)
+
+
+def _outer_scale(
+    x: Tensor, topk_ids: Tensor, cfg: MoEConfig, experts: Experts, numerics: Numerics
+) -> Tensor | str:
+    mode = numerics.activation_scale
+    found = input_scale(x, topk_ids, cfg, experts, mode)  # type: ignore[arg-type]  # reads gx alone
+    assert isinstance(found, str | Tensor)  # never a float: see input_scale
+    return found
 
 
 def run_received(
@@ -71,58 +173,174 @@ def run_received(
     gx: Tensor,
     plan: RoutingPlan,
     cfg: MoEConfig,
-    weights: ExpertWeights,
+    experts: Experts,
+    scratch: list[Tensor],
 ) -> Tensor:
     """The experts on tokens that came quantised: codes uint8 (N, H/2), row-major scales uint8
     (N, H/16), gx fp32 (N,) -> o (R, H) bf16 for the rows of ``plan``; rows past expert_offsets[E]
-    are unspecified.
+    are unspecified. ``scratch``: `received_buffers` of at least R rows.
     """
+    count = plan.row_token.shape[0]
+    fitted = [
+        _fit(memory, buffer)
+        for memory, buffer in zip(scratch, received_buffers(count, cfg, experts))
+    ]
     with kernels_on(data.device):
         with stage("moe.quantize"):
-            data, scale, gx = ops.permute_quantized_rows(
-                data, scale, gx, plan.row_token, plan.expert_offsets
-            )
-        chain = _dynamic if weights.gh is None else _static
-        return chain(Rows(data, scale), gx, plan, cfg, weights)
+            rows, gx = _received(data, scale, gx, plan, fitted[:3])
+        h, gh = _hidden(rows, gx, plan, cfg, experts, fitted[3:])
+        with stage("moe.l2"):
+            return _down(h, gh, plan, cfg, experts, fitted[3:])
 
 
-def _static(
-    rows: Rows, gx: Tensor, plan: RoutingPlan, cfg: MoEConfig, weights: ExpertWeights
-) -> Tensor:
-    """Two GEMMs; h leaves the first one as NVFP4."""
-    assert weights.gh is not None
-    w13, w2 = _weights(weights)
-    scales = HiddenScales(weights.g13, gx, weights.gh)
-    offsets = plan.expert_offsets
-    with stage("moe.l1"):
-        h = grouped_gemm_act_quant(rows, w13, offsets, cfg.activation, scales, weights.b13)
-    with stage("moe.l2"):
-        alpha = weights.gh * weights.g2
-        return grouped_gemm(h, w2, offsets, alpha, bias=weights.b2)
+def received_buffers(rows: int, cfg: MoEConfig, experts: Experts) -> list[Buffer]:
+    """Scratch of `run_received`."""
+    permuted = ops.permute_buffers(cfg.hidden, rows, experts.num_experts)
+    return [*permuted, *row_buffers(rows, cfg, experts)]
 
 
-def _dynamic(
-    rows: Rows, gx: Tensor, plan: RoutingPlan, cfg: MoEConfig, weights: ExpertWeights
-) -> Tensor:
-    """The outer scale of a row of h needs the whole row, which no tile has: accumulators go through
-    memory.
-    """
-    w13, w2 = _weights(weights)
-    offsets = plan.expert_offsets
-    with stage("moe.l1"):
-        one = torch.ones_like(weights.g2)
-        acc = grouped_gemm(rows, w13, offsets, one, out_dtype=torch.float32)
-    with stage("moe.quantize"):
-        scales = HiddenScales(weights.g13, gx)
-        h, gh = ops.quantize_hidden(
-            acc, offsets, cfg.activation, scales, rows.row_token, weights.b13
-        )
-    with stage("moe.l2"):
-        return grouped_gemm(h, w2, offsets, weights.g2, row_scale=gh, bias=weights.b2)
+def _fit(memory: Tensor, buffer: Buffer) -> Tensor:
+    """The start of ``memory`` as a tensor of the buffer's shape."""
+    size = 1
+    for n in buffer.shape:
+        size *= n
+    return memory.view(-1)[:size].view(buffer.shape)
 
 
-def _weights(weights: ExpertWeights) -> tuple[Weights, Weights]:
-    return (
-        Weights(weights.l1_data, weights.l1_scale),
-        Weights(weights.l2_data, weights.l2_scale),
+def _received(
+    data: Tensor,
+    scale: Tensor,
+    gx: Tensor,
+    plan: RoutingPlan,
+    out: list[Tensor] | None = None,
+) -> tuple[Rows, Tensor]:
+    permuted = ops.permute_quantized_rows(
+        data, scale, gx, plan.row_token, plan.expert_offsets, out=out
     )
+    return Rows(permuted[0], permuted[1]), permuted[2]
+
+
+def _hidden(
+    rows: Rows,
+    gx: Tensor,
+    plan: RoutingPlan,
+    cfg: MoEConfig,
+    experts: Experts,
+    scratch: list[Tensor],
+) -> tuple[Rows, Tensor | None]:
+    """Quantised rows of h and their outer scales; None where these are experts.gh. ``scratch``:
+    `row_buffers`."""
+    offsets, scales = plan.expert_offsets, HiddenScales(experts.g13, gx, experts.gh)
+    if experts.gh is not None:
+        with stage("moe.l1"):
+            h = grouped_gemm_act_quant(
+                rows, experts.w13, offsets, cfg.activation, scales, experts.b13, out=scratch[:2]
+            )
+        return h, None
+    # The outer scale of a row needs the whole row, which no tile has: sums go through memory.
+    memory, ones = scratch[3:]
+    sums = _view(memory, (rows.routed, cfg.projections * cfg.intermediate), torch.float32)
+    with stage("moe.l1"):
+        grouped_gemm(rows, experts.w13, offsets, ones.fill_(1.0), out_dtype=torch.float32, out=sums)
+    with stage("moe.quantize"):
+        return ops.quantize_hidden(
+            sums, offsets, cfg.activation, scales, rows.row_token, experts.b13, out=scratch[:3]
+        )
+
+
+def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return memory[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+
+
+def _alpha(gh: Tensor | None, experts: Experts, scratch: list[Tensor]) -> Tensor:
+    """Outer scale of L2 by expert: g2, times gh where rows have none of their own."""
+    if gh is not None:
+        return experts.g2
+    assert experts.gh is not None
+    return torch.mul(experts.gh, experts.g2, out=scratch[-1])
+
+
+def _down(
+    h: Rows,
+    gh: Tensor | None,
+    plan: RoutingPlan,
+    cfg: MoEConfig,
+    experts: Experts,
+    scratch: list[Tensor],
+) -> Tensor:
+    """o (R, H) bf16, in the memory before the last of ``scratch``."""
+    o = _view(scratch[-2], (h.routed, cfg.hidden), torch.bfloat16)
+    alpha = _alpha(gh, experts, scratch)
+    options: dict[str, Any] = {"row_scale": gh, "bias": experts.b2, "out": o}
+    return grouped_gemm(h, experts.w2, plan.expert_offsets, alpha, **options)
+
+
+def _add_rows(
+    h: Rows,
+    gh: Tensor | None,
+    plan: RoutingPlan,
+    cfg: MoEConfig,
+    experts: Experts,
+    scratch: list[Tensor],
+    shared: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y (T, H): L2 adds weighted rows to their tokens in fp32, in no given order."""
+    sums = scratch[-1].zero_()
+    weight = None if cfg.weight_on_input else plan.row_weight
+    target = ScatterTarget(sums, plan.row_token, weight)
+    alpha = _alpha(gh, experts, scratch[9:-1])
+    grouped_gemm_scatter_add(
+        h, experts.w2, plan.expert_offsets, alpha, target, row_scale=gh, bias=experts.b2
+    )
+    y = torch.empty(sums.shape, dtype=dtype, device=sums.device)
+    return y.copy_(sums) if shared is None else torch.add(sums, shared, out=y)
+
+
+# ---- warm-up
+
+
+def last_of_each(max_tokens: int, kind: Callable[[int], object]) -> list[int]:
+    """The largest token count up to ``max_tokens`` of every ``kind`` in turn; counts of one kind
+    follow one another."""
+    out: list[int] = []
+    while (first := out[-1] + 1 if out else 1) <= max_tokens:
+        name = kind(first)
+        counts = range(first, max_tokens + 1)
+
+        def differs(count: int, name: object = name) -> bool:
+            return kind(count) != name
+
+        out.append(counts[bisect.bisect_left(counts, True, key=differs) - 1])
+    return out
+
+
+def warmup(run: Run, max_tokens: int, cfg: MoEConfig, experts: Experts) -> None:
+    """Compile and load every kernel of every call with up to ``max_tokens`` tokens; nothing runs.
+
+    run  (x, topk_ids, topk_weights, shared or None) -> y; called without and with ``shared``
+    """
+
+    def kind(count: int) -> tuple[object, ...]:
+        rows = count * cfg.top_k
+        width = cfg.projections * cfg.intermediate
+        names = (config_name(rows, experts.num_experts, n) for n in (width, cfg.hidden))
+        return (*names, rows > ops.ONE_CTA_PAIRS)
+
+    if experts.num_experts == 0:
+        return
+    like = experts.g2
+    kinds = [(d, torch.int32) for d in (torch.bfloat16, torch.float16, torch.float32)]
+    kinds.append((torch.bfloat16, torch.int64))
+    seen_sort: set[object] = set()
+    with without_launches():
+        for count in last_of_each(max_tokens, kind):
+            spread = kind(count)[-1]
+            several = spread not in seen_sort  # dtypes matter to the small kernels alone
+            seen_sort.add(spread)
+            for dtype, ids in kinds if several else kinds[:1]:
+                x = like.new_empty((count, cfg.hidden), dtype=dtype)
+                routes = like.new_empty((count, cfg.top_k), dtype=ids)
+                mix = like.new_empty((count, cfg.top_k), dtype=torch.float32)
+                for shared in (None, x):
+                    run(x, routes, mix, shared)

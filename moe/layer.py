@@ -20,12 +20,12 @@ from cute_kernels.activations import BUILT_IN, Activation
 from cute_kernels.gemm_ops import start_simulator
 from cute_kernels.nvfp4 import ROW_MAJOR, Nvfp4Tensor
 from cute_kernels.ops import check_routing
-from moe import kernels_sm90, reference
+from moe import kernels, kernels_sm90, reference
 from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.dispatch import Batch, ExchangeCall, ReducedCall, join
 from moe.experts import Numerics, run_torch, scratch_buffers
-from moe.kernels import KERNEL_BACKENDS, run_kernels
+from moe.kernels import KERNEL_BACKENDS
 from moe.local import LocalExperts
 from moe.parallel import Exchange, ExpertParallel
 from moe.ranges import stage
@@ -60,7 +60,9 @@ class MoE(nn.Module):
     activations       "nvfp4": x and h are quantised (W4A4); "bf16": they are rounded to bf16
                       (W4A16)
     activation_scale  outer scale of x: "per_token", "static" (weights.gx) or "per_tensor"
-    deterministic     True is the only choice of the backends of this version
+    deterministic     False ("sm100" and "sim" alone): the second GEMM adds its rows straight into
+                      their tokens, in an order that is not fixed; fewer bytes, and with three slots
+                      or more the last bits of y may differ from call to call
     batch_invariant   True: a token has the same bits in any batch, whatever it costs. "sm90" sums
                       in another order for few rows than for many unless this pins one; "torch" on a
                       GPU refuses; the other backends do so anyway
@@ -107,12 +109,13 @@ class MoE(nn.Module):
             _check_weights(cfg, weights)
             _check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
             self.cfg = cfg
-            self.numerics = Numerics(activations, activation_scale, batch_invariant)
-            if not deterministic:
-                raise ValueError(
-                    "deterministic=False is not offered: every backend here is deterministic"
-                )
+            self.numerics = Numerics(activations, activation_scale, batch_invariant, deterministic)
             self.backend = choose_backend(backend, weights.device)
+            if not deterministic and (self.backend not in KERNEL_BACKENDS or parallel is not None):
+                raise ValueError(
+                    f"deterministic=False needs one of the backends {KERNEL_BACKENDS} in one "
+                    f"process: backend {self.backend!r} has no other order of sums to offer"
+                )
             if self.backend == "sm90" and parallel is not None:
                 if backend != "auto":
                     raise ValueError(
@@ -358,7 +361,10 @@ class MoE(nn.Module):
                 x, ids, weights, self.cfg, packed, self.numerics, shared, self.workspace
             )
         if self.backend in KERNEL_BACKENDS:
-            return run_kernels(x, ids, weights, self.cfg, self.weights, self.numerics, shared)
+            local = self._kernel_experts()
+            return kernels.run_kernels(
+                x, ids, weights, self.cfg, local, self.numerics, shared, self.workspace
+            )
         return run_torch(
             x, ids, weights, self.cfg, self.weights, self.numerics, shared, self.workspace
         )
@@ -373,6 +379,9 @@ class MoE(nn.Module):
     def _packed_experts(self) -> kernels_sm90.PackedExperts:
         return kernels_sm90.experts_of(self._buffers, self.cfg, self.first_expert)
 
+    def _kernel_experts(self) -> kernels.Experts:
+        return kernels.experts_of(self._buffers, self.first_expert)
+
     def plan_memory(self, max_tokens: int) -> int:
         """Bytes of scratch that a call with up to ``max_tokens`` tokens takes: the size of a
         `Workspace`. 0 for backends that take nothing from one. With ``parallel``, ``max_tokens``
@@ -386,6 +395,9 @@ class MoE(nn.Module):
         if self.backend == "sm90":
             packed = self._packed_experts()
             return kernels_sm90.plan_memory(max_tokens, self.cfg, packed, self.numerics)
+        if self.backend in KERNEL_BACKENDS:
+            local = self._kernel_experts()
+            return kernels.plan_memory(max_tokens, self.cfg, local, self.numerics)
         if self.backend != "torch":
             return 0
         return total_bytes(scratch_buffers(max_tokens, self.cfg, self.weights))
@@ -393,8 +405,9 @@ class MoE(nn.Module):
     def warmup(self, max_tokens: int) -> None:
         """Prepare every call with up to ``max_tokens`` tokens: afterwards nothing is compiled.
 
-        "sm90" is run once per configuration, with tokens that reach no expert. The PyTorch backends
-        compile nothing. Raises ValueError when the workspace is too small.
+        "sm90" is run once per configuration, with tokens that reach no expert; "sm100" and "sim"
+        are not run. The PyTorch backends compile nothing. Raises ValueError when the workspace is
+        too small.
         """
         need = self.plan_memory(max_tokens)
         if self.workspace is not None and need > self.workspace.nbytes:
@@ -404,6 +417,8 @@ class MoE(nn.Module):
             )
         if self.backend == "sm90":
             kernels_sm90.warmup(self._run, max_tokens, self.cfg, self.numerics, self.g13)
+        if self.backend in KERNEL_BACKENDS and self.parallel is None:
+            kernels.warmup(self._run, max_tokens, self.cfg, self._kernel_experts())
 
     @torch.no_grad()
     def calibrate(

@@ -114,7 +114,11 @@ class LocalExperts:
 
     def buffers(self, rows: int) -> list[Buffer]:
         """Scratch of `rows` for that many rows."""
-        if self.backend != "torch" or not self.weights.num_experts:
+        if not self.weights.num_experts:
+            return []
+        if self.on_kernels:
+            return kernels.received_buffers(rows, self.cfg, kernels.Experts.of(self.weights))
+        if self.backend != "torch":
             return []
         return row_buffers(rows, self.cfg, self.weights)
 
@@ -129,7 +133,8 @@ class LocalExperts:
             )
         if self.on_kernels:
             assert tokens.scale is not None and tokens.gx is not None  # these are W4A4 only
-            return kernels.run_received(tokens.data, tokens.scale, tokens.gx, plan, cfg, weights)
+            received = (tokens.data, tokens.scale, tokens.gx)
+            return kernels.run_received(*received, plan, cfg, kernels.Experts.of(weights), scratch)
         if self.backend == "reference":
             values, gx = tokens.decode(torch.float64)
             mode = self.numerics.activations

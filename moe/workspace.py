@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from cute_kernels.ops import Buffer
+
+__all__ = ["Buffer", "Workspace", "allocate", "total_bytes"]
+
 _ALIGNMENT = 256  # bytes; what CUDA's allocator gives, more than a TMA descriptor asks for
-
-
-class Buffer(NamedTuple):
-    """One scratch tensor of a call. Its size follows from shapes, never from routing."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for n in self.shape:
-            size *= n
-        return size
 
 
 def total_bytes(buffers: list[Buffer]) -> int:
