@@ -297,15 +297,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print(
             f"roof: {peaks.memory / 1e12:.3g} TB/s, {flop / 1e12:.4g} TFLOP/s ({peaks.source})"
         )
+    result = {"machine": found, "rates": rates, "command": sys.argv[1:]}
     rows: list[Row] = []
     for case in cases:
         rows += bench(case, names, device, options)
+        if args.json:  # after every case: what is done is kept when a later one fails
+            args.json.write_text(json.dumps({**result, "rows": rows}, indent=1))
     report(rows, console)
     if device.type == "cuda":
         found["state_after"] = timing.device_state()
     if args.json:
-        result = {"machine": found, "rates": rates, "command": sys.argv[1:], "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1))
+        args.json.write_text(json.dumps({**result, "rows": rows}, indent=1))
     if args.png:
         from profiling.pictures import bench_picture
 

@@ -155,7 +155,7 @@ def range_of(row: dict[str, str]) -> str:
 
 
 def short_name(name: str, most: int = 60) -> str:
-    """Without parameters, and without the arguments of templates."""
+    """Without parameters, arguments of templates and what the DSL appends to a name."""
     depth = 0
     out: list[str] = []
     for c in name:
@@ -165,7 +165,8 @@ def short_name(name: str, most: int = 60) -> str:
                 break
             out.append(c)
         depth += c == "<"
-    return "".join(out).replace("<", "").removeprefix("void ").strip()[:most]
+    plain = "".join(out).replace("<", "").removeprefix("void ").strip()
+    return plain.partition("_kernel_cutlass")[0].removesuffix("_0")[:most]
 
 
 def explain_failure(text: str) -> str:

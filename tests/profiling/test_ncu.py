@@ -63,6 +63,8 @@ def test_failures_are_one_clear_line(text: str, message: str) -> None:
 def test_names() -> None:
     assert ncu.short_name("void a::b<int, c<2>>(float *, int)") == "a::b"
     assert ncu.short_name("sm90_w4a16_decode_store(int)") == "sm90_w4a16_decode_store"
+    assert ncu.short_name("sm90_middle_kernel_cutlass_kernel_Sm90Gro") == "sm90_middle"
+    assert ncu.short_name("combine_h2048_k8_0") == "combine_h2048_k8"
     assert ncu.short_name("plain") == "plain" and len(ncu.short_name("x" * 99)) == 60
 
 
@@ -104,3 +106,11 @@ def test_a_run_prints_the_table(monkeypatch, tmp_path: Path, capsys) -> None:
     fake.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM'\nexit 1\n")
     assert ncu.main([]) == 2
     assert "run as root" in capsys.readouterr().err
+
+
+def test_a_recorded_report_of_our_kernels() -> None:
+    """Names are those that the kernels gave themselves."""
+    l1, combine = ncu.parse(REPORT.with_name("ncu_h200_sm90.csv").read_text())
+    assert (l1.range, l1.name) == ("moe.l1", "sm90_w4a16_middle_swiglu_f32")
+    assert (combine.range, combine.name) == ("moe.combine", "combine_h2048_k8_bfloat16_bfloat16")
+    assert l1.values["registers"] == 80 and l1.values["us"] == pytest.approx(62.88)
