@@ -30,7 +30,8 @@ from profiling.model_validation import PROJECTIONS, Row
 from profiling.specimens import Specimen, collect
 
 STORE_WEIGHT = 2
-OURS = tuple((m, n, p) for m, n in ((256, 256), (256, 128)) for p in (1, 2, 4))
+# (tile_n, pairs, columns) of the pair kernels that a row may run
+OURS = ((256, 1, 1), (256, 2, 1), (256, 1, 2), (256, 4, 1), (256, 1, 4), (128, 1, 1))
 GOALS = {"lightmoe": 0.87, "flashinfer": 0.9}
 
 
@@ -103,7 +104,7 @@ def in_flight(stream: Stream) -> int:
 def specimen_of(family: Family, k: int) -> Specimen:
     """One output tile of one cluster at this K."""
     return dataclasses.replace(
-        family.specimen(k), rows=family.rows, n=family.tile_n, sms=family.cluster
+        family.specimen(k), rows=family.rows, n=family.width, sms=family.cluster
     )
 
 
@@ -114,7 +115,7 @@ def families(row: Row) -> dict[str, list[Family]]:
     wide = 256 if row.n % 256 == 0 else 128  # what LightMoE's published times are made with
     outputs = ("fp4", "bf16") if first else ("bf16",)
     peer = Family("fi_l1", "fp4", 256, wide) if first else Family("fi_l2", "bf16", 256, wide)
-    ours = [Family("ours", o, m, n, p) for o in outputs for m, n, p in OURS if n >= wide]
+    ours = [Family("ours", o, 256, *tile) for o in outputs for tile in OURS if tile[0] >= wide]
     return {
         "ours": ours,
         "lightmoe": [Family("lightmoe", o, 256, wide) for o in outputs],
@@ -222,7 +223,7 @@ def summary(lines: list[dict[str, Any]], counts: list[dict[str, Any]]) -> str:
     """How many goals are met with the best kernel, and with each cluster size alone."""
     goals = [x for x in lines if x["goal"] is not None]
     out = [f"goals met: {sum(x['met'] for x in goals)} of {len(goals)}"]
-    for pairs in (1, 2, 4):
+    for cluster in (2, 4, 8):
         met = 0
         for x in goals:
             output = "bf16" if x["row"].endswith("down") else "fp4"
@@ -230,10 +231,10 @@ def summary(lines: list[dict[str, Any]], counts: list[dict[str, Any]]) -> str:
                 c["fabric_bytes"] / 1e9
                 for c in counts
                 if c["row"] == x["row"] and c["maker"] == "ours" and c["output"] == output
-                and c["cluster"] == 2 * pairs
+                and c["cluster"] == cluster
             ]  # fmt: skip
             met += min(mine) <= x["goal"] * x["peer_gb"]
-        out.append(f"with cluster {2 * pairs} alone: {met} of {len(goals)}")
+        out.append(f"with cluster {cluster} alone: {met} of {len(goals)}")
     return "\n".join(out)
 
 

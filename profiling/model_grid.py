@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from profiling.events import Stream
 from profiling.model_constants import Machine
@@ -24,32 +23,43 @@ _FP4_BYTES = 9 / 16  # codes and scales of one element
 
 @dataclass(frozen=True)
 class Family:
-    """A kernel whose size is open: fields as in `Specimen`."""
+    """A kernel whose size is open: fields as in `Specimen`.
+
+    decode_rows  rows of every expert in the recording of a decode plan, whose tiles are as wide as
+                 there are rows; 0 for other plans
+    """
 
     source: str
     output: str
     tile_m: int
     tile_n: int
     pairs: int = 1
-    extra: tuple[tuple[str, Any], ...] = ()
+    columns: int = 1
+    decode_rows: int = 0
 
     @property
     def cluster(self) -> int:
-        return self.tile_m // 128 * self.pairs
+        return self.tile_m // 128 * self.pairs * self.columns
 
     @property
     def rows(self) -> int:
         """Rows of one expert that a cluster computes at a time."""
-        return self.tile_m * self.pairs
+        return self.tile_n if self.decode_rows else self.tile_m * self.pairs
+
+    @property
+    def width(self) -> int:
+        """Output columns that a cluster computes at a time."""
+        return self.tile_m if self.decode_rows else self.tile_n * self.columns
 
     def specimen(self, k: int) -> Specimen:
         """Four tiles for every cluster; two clusters of one CTA, which share a TPC."""
         sms = max(2, self.cluster)
-        side = 2 * sms // self.cluster
+        side, rows = 2 * sms // self.cluster, 2 * self.rows
+        if self.decode_rows:
+            side, rows = 2 * side, self.decode_rows
         return Specimen(
-            self.source, self.output, self.tile_m, self.tile_n,
-            rows=2 * self.rows, n=side * self.tile_n, k=k, pairs=self.pairs, sms=sms,
-            extra=self.extra,
+            self.source, self.output, self.tile_m, self.tile_n, rows, side * self.width, k, sms,
+            self.pairs, self.columns, self.decode_rows > 0,
         )  # fmt: skip
 
     def specimens(self) -> list[Specimen]:
@@ -74,7 +84,7 @@ class Shape:
 
     def tiles(self, family: Family) -> int:
         """Output tiles of a cluster."""
-        n_tiles = -(-self.n // family.tile_n)
+        n_tiles = -(-self.n // family.width)
         return sum(-(-rows // family.rows) for rows in self.counts) * n_tiles
 
     def dram_bytes(self, output: str) -> float:

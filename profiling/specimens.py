@@ -30,13 +30,14 @@ class Specimen:
 
     source  ours, lightmoe, or flashinfer's fi_masked, fi_l1 (gather, SwiGLU, FP4), fi_l2 (finalise)
     output  bf16, or fp4: SwiGLU over pairs of columns and requantisation
-    tile_m  rows of one MMA: 128 (one CTA) or 256 (a CTA pair)
-    tile_n  columns of one MMA
-    pairs   MMA tiles of a cluster that share B by multicast (ours)
+    tile_m  M of one MMA: 128 (one CTA) or 256 (a CTA pair)
+    tile_n  N of one MMA
     rows    routed rows
     n, k    of the weights
     sms     CTAs that run: tiles beyond them are done one after another
-    extra   further fields of our `GemmConfig`, as (name, value) pairs
+    pairs   MMA tiles of a cluster that share the N operand by multicast (ours)
+    columns MMA tiles of a cluster that share the M operand by multicast (ours)
+    decode  weights on M, rows on N (ours)
     """
 
     source: str
@@ -46,13 +47,14 @@ class Specimen:
     rows: int
     n: int
     k: int
-    pairs: int = 1
     sms: int = 0
-    extra: tuple[tuple[str, Any], ...] = ()
+    pairs: int = 1
+    columns: int = 1
+    decode: bool = False
 
     @property
     def cluster(self) -> int:
-        return self.tile_m // 128 * self.pairs
+        return self.tile_m // 128 * self.pairs * self.columns
 
     @property
     def ctas(self) -> int:
@@ -60,8 +62,10 @@ class Specimen:
 
     @property
     def label(self) -> str:
-        more = "".join(f" {name}={value}" for name, value in self.extra)
-        return f"{self.source} {self.output} {self.tile_m}x{self.tile_n} c{self.cluster}{more}"
+        shared = "rows" if self.columns > 1 else ""
+        plan = f" decode {self.rows} rows" if self.decode else ""
+        tile = f"{self.tile_m}x{self.tile_n} c{self.cluster}{shared}"
+        return f"{self.source} {self.output} {tile}{plan}"
 
     def file(self, folder: Path) -> Path:
         """Where its stream is kept."""
@@ -127,7 +131,6 @@ def main() -> None:
 
     compiler.enable_simulator()
     for raw in json.loads(args.specimens.read_text()):
-        raw["extra"] = tuple((name, value) for name, value in raw["extra"])
         specimen = Specimen(**raw)
         stream = record(specimen)
         target = specimen.file(args.folder)

@@ -18,8 +18,8 @@ from cute_kernels.sm100.loads import ContiguousRows
 
 def config_of(specimen: Any) -> GemmConfig:
     """The `GemmConfig` that a specimen names."""
-    more = dict(specimen.extra)
-    return GemmConfig(specimen.tile_m // 128, specimen.tile_n, specimen.pairs, **more)
+    s = specimen
+    return GemmConfig(s.tile_m // 128, s.tile_n, s.pairs, columns=s.columns, decode=s.decode)
 
 
 def launcher(specimen: Any) -> Callable[[], None]:

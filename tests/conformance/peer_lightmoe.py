@@ -33,33 +33,37 @@ def _seed(dtype: Any, mode0: int, mode1: int, mode0_major: bool = False) -> tupl
 runtime._seed_tensor = _seed
 
 
-def _compile(experts: int, n: int, k: int, tile: tuple[int, int], activation: str | None) -> Any:
-    return runtime._compile_grouped(
-        experts=experts,
-        n=n,
-        k=k,
-        tile_m=tile[0],
-        tile_n=tile[1],
-        device=0,
-        output_dtype=torch.float4_e2m1fn_x2 if activation else torch.bfloat16,
-        activation=activation,
-        dactivation=None,
-        save_preact=False,
-        gated_clamp_limit=0.0,
-        activation_sigmoid_alpha=1.0,
-        activation_up_bias=0.0,
-        use_dynamic_sched=True,
-        per_expert_alpha=True,
-        use_pdl=True,
-        swap_ab=False,
-        fast_decode_sched=False,
-        direct_routes=0,
-        broadcast_a=False,
-        gather_b=False,
-        ab_stages=0,
-        direct_c_store=False,
-        decode_grid_mode=runtime.DECODE_GRID_PERSISTENT,
-    )
+def _compile(
+    experts: int, n: int, k: int, tile: tuple[int, int], activation: str | None, **more: Any
+) -> Any:
+    """The package's own compile function; ``more`` replaces defaults of the prefill kernels."""
+    arguments = {
+        "experts": experts,
+        "n": n,
+        "k": k,
+        "tile_m": tile[0],
+        "tile_n": tile[1],
+        "device": 0,
+        "output_dtype": torch.float4_e2m1fn_x2 if activation else torch.bfloat16,
+        "activation": activation,
+        "dactivation": None,
+        "save_preact": False,
+        "gated_clamp_limit": 0.0,
+        "activation_sigmoid_alpha": 1.0,
+        "activation_up_bias": 0.0,
+        "use_dynamic_sched": True,
+        "per_expert_alpha": True,
+        "use_pdl": True,
+        "swap_ab": False,
+        "fast_decode_sched": False,
+        "direct_routes": 0,
+        "broadcast_a": False,
+        "gather_b": False,
+        "ab_stages": 0,
+        "direct_c_store": False,
+        "decode_grid_mode": runtime.DECODE_GRID_PERSISTENT,
+    }
+    return runtime._compile_grouped(**{**arguments, **more})
 
 
 def _case(

@@ -27,7 +27,10 @@ def _lightmoe(s: Any) -> Callable[[], None]:
 
     runtime._compile_grouped.cache_clear()  # it does not know that the device changes
     activation = "swiglu" if s.output == "fp4" else None
-    compiled, seeds, *_ = peer_lightmoe._compile(1, s.n, s.k, (s.tile_m, s.tile_n), activation)
+    # operands swapped, static: what the package runs at few rows, bar its scheduler
+    more = {"swap_ab": True, "use_dynamic_sched": False} if s.decode else {}
+    tile = (s.tile_m, s.tile_n)
+    compiled, seeds, *_ = peer_lightmoe._compile(1, s.n, s.k, tile, activation, **more)
     tiles, columns = -(-s.rows // 128) + 1, s.n // 2 if activation else s.n
     fp4, fp8 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
     a = torch.zeros(s.rows, s.k // 2, dtype=torch.uint8).view(fp4)

@@ -110,6 +110,6 @@ def test_files_of_different_specimens_differ(tmp_path: Path) -> None:
     a = Specimen("ours", "bf16", 256, 256, 256, 256, K)
     names = {
         dataclasses.replace(a, **change).file(tmp_path)
-        for change in ({}, {"k": 1024}, {"pairs": 2}, {"extra": (("stages", 4),)})
+        for change in ({}, {"k": 1024}, {"pairs": 2}, {"decode": True})
     }
     assert len(names) == 4
