@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from cute_kernels.config import GemmConfig
+from cute_kernels.config import GemmConfig, choose_config
 
 CLOCK = 1.85e3  # clocks per microsecond
 SMS = {1: 148, 2: 148, 4: 132, 8: 120}  # that clusters of this size can cover
@@ -117,6 +117,14 @@ def forecast(
     results = [_launch(config, used, (n, k), fp4_output, rate) for rate in hbm]
     us = [r[0] for r in results]
     return Forecast(us[0], min(us) * (1 - ERROR), max(us) * (1 + ERROR), *results[0][1:])
+
+
+def forecast_chosen(
+    counts: Sequence[int], n: int, k: int, *, fp4_output: bool
+) -> tuple[GemmConfig, Forecast]:
+    """The configuration that the operators take for these sizes, and its `forecast`."""
+    config = choose_config(sum(counts), len(counts), n)
+    return config, forecast(config, counts, n, k, fp4_output=fp4_output)
 
 
 def _launch(

@@ -6,9 +6,10 @@ rows arrive at experts / P local experts, routed uniformly at random with a fixe
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from profiling.model_grid import Family, Shape, routed
+from profiling.model_grid import DECODE_ROWS, Family, Shape, routed
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,13 @@ _TILES = (
     (256, 256, 4, 1),
     (256, 256, 1, 4),
 )
-_DECODE_ROWS = (16, 32, 64)
 _PEER_TILES = ((256, 256), (256, 128), (128, 128))
 
 
 def ours(output: str) -> list[Family]:
     """Our kernels: the row plans and the decode plan."""
     plans = [Family("ours", output, *tile) for tile in _TILES]
-    return plans + [Family("ours", output, 128, 64, decode_rows=r) for r in _DECODE_ROWS]
+    return [*plans, Family("ours", output, 128, 64, decode_rows=64)]
 
 
 def lightmoe(output: str) -> list[Family]:
@@ -76,18 +76,25 @@ def flashinfer(output: str) -> list[Family]:
 def everyone() -> list[Family]:
     """Every kernel that a sweep may ask for."""
     makers = (ours, lightmoe, flashinfer)
-    return [f for output in ("fp4", "bf16") for maker in makers for f in maker(output)]
+    families = [f for output in ("fp4", "bf16") for maker in makers for f in maker(output)]
+    decode = [
+        dataclasses.replace(f, decode_rows=rows)
+        for f in families
+        for rows in DECODE_ROWS
+        if f.source == "ours" and f.decode_rows
+    ]
+    return list(dict.fromkeys([*families, *decode]))
 
 
 def fits(family: Family, shape: Shape) -> bool:
-    """A decode recording stands for problems whose busiest expert has as many rows as it, in the
-    plan's steps; a row plan for any. LightMoE's gated FP4 output needs whole 128 columns."""
-    busiest = max(shape.counts)
+    """May the kernel run this problem at all? LightMoE's gated FP4 output needs whole 128 columns;
+    its swapped tiles are compiled for the rows of the busiest expert, up to 64; decode plans are
+    not asked for more than 64 rows an expert on average."""
     if family.source == "lightmoe" and family.output == "fp4" and shape.n % 128:
         return False
     if not family.decode_rows:
         return True
-    steps = _DECODE_ROWS if family.source == "ours" else (16, 64)
-    mean = -(-shape.rows // max(1, sum(c > 0 for c in shape.counts)))
-    want = next((r for r in steps if mean <= r), None)
-    return want == family.decode_rows and busiest <= 4 * want
+    used = [c for c in shape.counts if c]
+    if family.source == "lightmoe":
+        return max(used, default=0) <= family.decode_rows
+    return bool(used) and shape.rows <= 64 * len(used)

@@ -18,6 +18,7 @@ from profiling.specimens import Specimen
 
 TILES = 4  # of a recorded cluster: the last two show the steady state
 DEPTHS = (512, 1024, 2048, 3072)  # K of the recordings; in between and beyond, straight lines
+DECODE_ROWS = (16, 32, 64)  # rows of an expert in the recordings of a decode plan
 _FP4_BYTES = 9 / 16  # codes and scales of one element
 
 
@@ -25,8 +26,8 @@ _FP4_BYTES = 9 / 16  # codes and scales of one element
 class Family:
     """A kernel whose size is open: fields as in `Specimen`.
 
-    decode_rows  rows of every expert in the recording of a decode plan, whose tiles are as wide as
-                 there are rows; 0 for other plans
+    decode_rows  of a decode plan, whose tiles are as wide as there are rows: the rows of a tile in
+                 the recording; 0 for other plans
     """
 
     source: str
@@ -156,10 +157,28 @@ class Model:
     def steady(
         self, family: Family, k: int, machine: Machine, rate: float, latency: float
     ) -> Steady:
-        """Steady state for any K: a straight line through the two recordings next to it."""
+        """Steady state for any K: a straight line through the two recordings next to it, beyond
+        the last no faster than bytes and MMAs allow."""
         low, high = _around(self._depths(family), k)
         a, b = (self._at(family.specimen(d), machine, rate, latency) for d in (low, high))
-        return _mix(a, b, (k - low) / (high - low))
+        mixed = _mix(a, b, (k - low) / (high - low))
+        return dataclasses.replace(mixed, period=max(mixed.period, mixed.fabric / rate, mixed.mma))
+
+    def steady_of(
+        self, family: Family, shape: Shape, machine: Machine, rate: float, latency: float
+    ) -> Steady:
+        """`steady` for the K of a shape; a decode plan between the recordings whose tiles have
+        fewer and more rows than the average tile here."""
+        if not family.decode_rows or family.source != "ours":  # a peer's tile has one size
+            return self.steady(family, shape.k, machine, rate, latency)
+        recorded = (dataclasses.replace(family, decode_rows=rows) for rows in DECODE_ROWS)
+        steps = [f for f in recorded if self.has(f)]
+        rows = shape.rows / max(1, sum(-(-c // family.rows) for c in shape.counts))
+        at = min(max(rows, steps[0].decode_rows), steps[-1].decode_rows)
+        i = max(j for j, f in enumerate(steps[:-1] or steps) if f.decode_rows <= at)
+        a, b = steps[i], steps[min(i + 1, len(steps) - 1)]
+        low, high = (self.steady(f, shape.k, machine, rate, latency) for f in (a, b))
+        return _mix(low, high, (at - a.decode_rows) / max(b.decode_rows - a.decode_rows, 1))
 
     def forecast(self, family: Family, shape: Shape, machine: Machine) -> Forecast:
         """Time of one launch.
@@ -173,23 +192,23 @@ class Model:
         dram = shape.dram_bytes(family.output) / tiles / family.cluster  # per tile and SM
         clusters = min(clusters, tiles)
         waves, left = divmod(tiles, clusters)
-        state, limit = self._shared(family, shape.k, m, clusters, dram)
+        state, limit = self._shared(family, shape, m, clusters, dram)
         clocks = state.first + (waves - 1) * state.period + state.tail
         if left:
-            clocks += self._shared(family, shape.k, m, left, dram)[0].period
+            clocks += self._shared(family, shape, m, left, dram)[0].period
         return Forecast(m.launch + clocks / m.clock / 1e3, limit, tiles, clusters, state)
 
     def _shared(
-        self, family: Family, k: int, m: Machine, active: int, dram: float
+        self, family: Family, shape: Shape, m: Machine, active: int, dram: float
     ) -> tuple[Steady, str]:
         """Steady state while ``active`` clusters run, and its limit; ``dram`` bytes per tile and SM
         come from DRAM."""
         rate, hbm = m.share(active * family.cluster), m.hbm_share(active * family.cluster)
-        latency = m.clk(m.l2_latency)
-        plain = self.steady(family, k, m, rate, latency)
-        if dram / hbm > 0.5 * plain.period:  # most loads wait for DRAM
-            latency = m.clk(m.dram_latency)
-        state = self.steady(family, k, m, min(rate, hbm * plain.fabric / dram), latency)
+        latencies = m.clk(m.l2_latency), m.clk(m.dram_latency)
+        fabric = self.steady_of(family, shape, m, rate, latencies[0]).fabric
+        rate_here = min(rate, hbm * fabric / dram)
+        near, far = (self.steady_of(family, shape, m, rate_here, x) for x in latencies)
+        state = _mix(near, far, min(dram / fabric, 1.0))  # of the bytes, these come from DRAM
         bounds = {"MMA": state.mma, "fabric": state.fabric / rate, "HBM": dram / hbm}
         name = max(bounds, key=lambda n: bounds[n])
         return state, name if bounds[name] > 0.9 * state.period else "epilogue or latency"
@@ -197,11 +216,13 @@ class Model:
 
 def steady_state(stream: Stream, timing: Timing, rate: float) -> Steady:
     """The last two of a cluster's recorded tiles, no faster than their bytes cross the fabric: the
-    stores of a short recording are still on their way at its end."""
+    stores of a short recording are still on their way at its end. The rest of its time is the
+    tail, so that the recorded tiles take as long as they did."""
     ends = timing.tile_ends(TILES)
     fabric = timing.fabric / TILES / stream.ctas
     period = max((ends[-1] - ends[1]) / 2, fabric / rate)
-    return Steady(ends[0], period, timing.end - ends[-1], fabric, timing.mma_busy / TILES)
+    tail = max(timing.end - ends[0] - (TILES - 1) * period, 0.0)
+    return Steady(ends[0], period, tail, fabric, timing.mma_busy / TILES)
 
 
 def between(full: Steady, alone: Steady, rates: tuple[float, float], rate: float) -> Steady:
