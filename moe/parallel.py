@@ -170,13 +170,7 @@ class ExpertParallel:
         nonces = self._compare(fields, secrets.token_hex(8))
         self._watch = Watch(Notes(store, f"moe/{nonces[0]}", self.rank, self.size), limit)
         if timeout is not None:
-            self.group = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                timeout=timedelta(seconds=timeout),
-                backend=dist.get_backend_config(self.group),
-                use_local_synchronization=True,
-            )
-            self._owned = True
+            self.group, self._owned = _with_timeout(self.group, timeout)
 
     # ---- what this rank owns
 
@@ -396,7 +390,7 @@ class ExpertParallel:
         return torch.device("cuda", torch.cuda.current_device())
 
     def close(self) -> None:
-        """Destroy the process group that a ``timeout`` has made."""
+        """No further calls; destroys the process group that a ``timeout`` has made of all ranks."""
         self.failure = self.failure or "closed"
         if self._owned:
             self._owned = False
@@ -433,6 +427,23 @@ def _process_group(group: Any) -> Any:
             f"group must be a ProcessGroup that this rank belongs to, or None, got {group!r}"
         )
     return group
+
+
+def _with_timeout(group: Any, timeout: float) -> tuple[Any, bool]:
+    """A process group of the same ranks with a timeout of its own, and whether it may be destroyed.
+
+    torch names groups that only their members create by the number of groups there are, so that one
+    made after another was destroyed could find the other's addresses in the store: those stay.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    everyone = ranks == list(range(dist.get_world_size()))
+    made = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout),
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=not everyone,
+    )
+    return made, everyone
 
 
 def _problem(

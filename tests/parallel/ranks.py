@@ -43,13 +43,20 @@ class Outcome:
 
 
 def run_ranks(
-    size: int, job: Job, *arguments: Any, path: Path, timeout: float = 100.0, master: int = -1
+    size: int,
+    job: Job,
+    *arguments: Any,
+    path: Path,
+    timeout: float = 100.0,
+    master: int = -1,
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """Run ``job(rank, size, *arguments)`` on ``size`` ranks; one `Outcome` each.
 
     path     a directory of this run alone
     timeout  s, for all ranks together: what still runs then is killed, and AssertionError raised
     master   rank that hosts the store; -1: this process
+    backend  "nccl": rank r has GPU r
     """
     path.mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
@@ -59,7 +66,9 @@ def run_ranks(
     start = time.monotonic()
     processes = [
         _context().Process(
-            target=_child, args=(rank, size, port, master, str(path), job, arguments), daemon=True
+            target=_child,
+            args=(rank, size, (port, master, backend), str(path), job, arguments),
+            daemon=True,
         )
         for rank in range(size)
     ]
@@ -91,13 +100,16 @@ def _outcome(path: Path, rank: int, code: int) -> Outcome:
 
 
 def _child(
-    rank: int, size: int, port: int, master: int, path: str, job: Job, arguments: Any
+    rank: int, size: int, group: tuple[int, int, str], path: str, job: Job, arguments: Any
 ) -> None:
+    port, master, backend = group
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     start = time.monotonic()
     store = dist.TCPStore(HOST, port, size, is_master=rank == master, wait_for_workers=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT)
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT)
     )
     value, error = None, None
     try:

@@ -105,7 +105,7 @@ def planned(parallel_size: int, tokens: int, mode: Exchange) -> int:
     empty = unit_layer(64, 64, 4, 2).weights.select(0, 1)
     fake = ExpertParallel.__new__(ExpertParallel)
     fake.size, fake.num_experts = parallel_size, 384
-    local = dispatch.LocalExperts(cfg, empty, Numerics(), "sim")
+    local = dispatch.LocalExperts(cfg, empty, Numerics(), "reference")  # no scratch of its own
     call = dispatch.ExchangeCall(fake, 1, local, mode)
     return total_bytes(call.buffers(call.worst(tokens)))
 
@@ -122,6 +122,14 @@ def test_h37_bytes_follow_the_formula_and_grow_with_the_ranks() -> None:
         fixed = planned(ranks, tokens, Exchange(capacity=Capacity(tokens, 6 * tokens)))
         assert fixed == ranks * tokens * (2 * row + 2 * back * 6)
     assert sizes[32] < 32 * sizes[1]
+    table = (Path(__file__).parents[2] / "docs" / "expert_parallel.md").read_text()
+    for ranks, size in sizes.items():
+        assert f"| {ranks} | {size / 2**20:.0f} |" in table
+    places = {2: (1024, 6144, 352), 8: (1024, 1536, 400), 32: (358, 384, 425)}
+    for ranks, (places_of, rows, mebibytes) in places.items():
+        size = planned(ranks, tokens, Exchange(capacity=Capacity(places_of, rows)))
+        assert f"{size / 2**20:.0f}" == str(mebibytes)
+        assert f" {mebibytes} |\n" in table
 
 
 # ---- a module ------------------------------------------------------------------------------------
