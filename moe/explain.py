@@ -20,15 +20,21 @@ MODELS: dict[str, MoEConfig] = {
         7168, 3072, 384, 6, "sqrtsoftplus", routed_scaling_factor=2.5, activation=SwiGLU(10.0)
     ),
     "glm-4.5": MoEConfig(5120, 1536, 160, 8, "sigmoid", routed_scaling_factor=2.5),
+    "glm-4.5-air": MoEConfig(4096, 1408, 128, 8, "sigmoid"),
+    "glm-5": MoEConfig(6144, 2048, 256, 8, "sigmoid", routed_scaling_factor=2.5),
+    "gpt-oss-20b": MoEConfig(2880, 2880, 32, 4, activation=SwiGLUOAI()),
     "gpt-oss-120b": MoEConfig(2880, 2880, 128, 4, activation=SwiGLUOAI()),
     "kimi-k2": MoEConfig(7168, 2048, 384, 8, "sigmoid", routed_scaling_factor=2.827),
     "llama-4-scout": MoEConfig(
         5120, 8192, 16, 1, "sigmoid", renormalize=False, weight_on_input=True
     ),
     "minimax-m2": MoEConfig(3072, 1536, 256, 8, "sigmoid"),
+    "minimax-m3": MoEConfig(6144, 3072, 128, 4, activation=SwiGLUOAI()),
     "mixtral-8x7b": MoEConfig(4096, 14336, 8, 2),
     "nemotron-3-nano": MoEConfig(2688, 1856, 128, 6, "sigmoid", activation=ReLU2()),
     "qwen3-30b-a3b": MoEConfig(2048, 768, 128, 8),
+    "qwen3-235b-a22b": MoEConfig(4096, 1536, 128, 8),
+    "qwen3-next-80b-a3b": MoEConfig(2048, 512, 512, 10),
 }
 
 
