@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 from rich.table import Table
 
 from cute_kernels.config import SMEM_PER_CTA, TMEM_COLUMNS, GemmConfig, choose_config
+from cute_kernels.forecast import SMS as USABLE_SMS
+from cute_kernels.forecast import Forecast, forecast_chosen
 from moe.config import MoEConfig
 from profiling.roofline import PEAKS, Peaks, Share, Stage, padded, stages
 
@@ -39,7 +40,7 @@ class Gemm:
     waves: int
     shared: dict[str, int]
     tensor_memory: dict[str, int]
-    forecast: Any = None  # `cute_kernels.forecast.Forecast` on a B200
+    forecast: Forecast | None = None  # on a B200
 
     @property
     def in_flight(self) -> int:
@@ -85,29 +86,21 @@ def make_plan(cfg: MoEConfig, tokens: int, ranks: int, gpu: str, flow: str = "st
             gemms[name] = blackwell_gemm(name, n, k, counts, SMS[gpu])
         if gpu == "b200" and any(counts):
             fp4_output = name == "L1" and flow == "static"
-            found = forecast_of(counts, n, k, fp4_output)
+            found = forecast_chosen(counts, n, k, fp4_output=fp4_output)[1]
             gemms[name] = dataclasses.replace(gemms[name], forecast=found)
     return Plan(peaks, share, stages(cfg, share, flow), gemms)
 
 
-def forecast_of(counts: list[int], n: int, k: int, fp4_output: bool) -> Any:
-    """`cute_kernels.forecast` for the configuration in use; None where there is no such module."""
-    if importlib.util.find_spec("cute_kernels.forecast") is None:
-        return None
-    from cute_kernels.forecast import forecast_chosen
-
-    return forecast_chosen(counts, n, k, fp4_output=fp4_output)[1]
-
-
 def blackwell_gemm(name: str, n: int, k: int, counts: list[int], sms: int) -> Gemm:
-    """What `cute_kernels.config.choose_config` takes."""
+    """What `cute_kernels.config.choose_config` takes. GPCs leave SMs over when clusters are large:
+    fewer than ``sms`` can work."""
     c = choose_config(sum(counts), len(counts), n)
     row_tiles = sum(-(-rows // c.tile_rows) for rows in counts)
     tiles = row_tiles * -(-n // c.tile_columns)
+    clusters = min(sms, USABLE_SMS[c.cluster]) // c.cluster
     return Gemm(
         name, n, k, f"sm100 {c.name}", (c.tile_rows, c.tile_columns, c.tile_k), c.cluster,
-        c.stages, c.stage_bytes, tiles, -(-tiles // (sms // c.cluster)), shared_memory(c),
-        tensor_memory(c),
+        c.stages, c.stage_bytes, tiles, -(-tiles // clusters), shared_memory(c), tensor_memory(c),
     )  # fmt: skip
 
 

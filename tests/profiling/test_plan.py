@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -120,14 +119,21 @@ def test_explain(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
 
 
 def test_a_forecast_is_labelled() -> None:
+    """Of a B200 and of nothing else, with its range and what limits."""
     plan = make_plan(PRO, 64, 8, "b200")
-
-    @dataclasses.dataclass
-    class Forecast:
-        us, low, high, limit, note = 5.0, 4.0, 6.0, "HBM", "forecast: modelled"
-
-    gemms = {n: dataclasses.replace(g, forecast=Forecast()) for n, g in plan.gemms.items()}
-    plan = dataclasses.replace(plan, gemms=gemms)
-    assert plans.notes(plan) == ["forecast: modelled; low..expected..high, and what limits"]
+    forecasts = [plan.gemms[name].forecast for name in ("L1", "L2")]
+    assert all(f is not None and f.low < f.us < f.high for f in forecasts)
+    assert "modelled, not measured" in plans.notes(plan)[0]
     column = next(c for c in plans.tables(plan)[0].columns if c.header == "forecast us")
-    assert [c for c in column.cells if c] == ["4..5..6, HBM"] * 2
+    want = [f"{f.low:.0f}..{f.us:.0f}..{f.high:.0f}, {f.limit}" for f in forecasts]
+    assert [c for c in column.cells if c] == want
+    for gpu in set(PEAKS) - {"b200"}:
+        assert all(g.forecast is None for g in make_plan(PRO, 64, 8, gpu).gemms.values())
+
+
+def test_waves_count_the_clusters_that_fit() -> None:
+    """Clusters of four: 33 at a time on the 148 SMs of a B200, not 37."""
+    plan = make_plan(PRO, 8192, 8, "b200")
+    gemm = plan.gemms["L1"]
+    assert gemm.cluster == 4 and gemm.waves == -(-gemm.tiles // 33)
+    assert gemm.forecast is not None and gemm.waves == gemm.forecast.waves
