@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
+import cutlass.memory
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Float32, Int32
@@ -226,7 +226,7 @@ class Sm100GroupedGemm:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
 
-        smem = utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 * c.stages + 2 * self.acc_stages)
         ring = Ring(
             smem.allocate_array(cutlass.Int64, num_elems=2 * DEPTH),

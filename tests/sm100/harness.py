@@ -12,6 +12,7 @@ from cute_kernels import compile as compiler
 from cute_kernels import nvfp4, sim
 from cute_kernels.config import GemmConfig
 from cute_kernels.device.epilogues import ActivationQuantize, StoreRows
+from cute_kernels.device.scatter import ScatterAdd
 from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
 from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
 from cute_kernels.torch_math import TORCH_MATH
@@ -64,6 +65,9 @@ class Data:
         exact = nvfp4.Nvfp4Tensor(self.rows, scales, torch.ones(()))
         a, b = nvfp4.decode(exact, torch.float64), nvfp4.decode(self.w, torch.float64)
         self.acc = torch.cat([a[self.expert == e] @ b[e].t() for e in range(experts)]).float()
+        # sum of |a b|: what the rounding of a sum is measured by (numerics section 6)
+        size = [a[self.expert == e].abs() @ b[e].abs().t() for e in range(experts)]
+        self.size = torch.cat(size)
         self.counter = self.guard(torch.zeros(1, dtype=torch.int32), -1)  # 0 again after a launch
         self.bias = None
         if p.biased:
@@ -156,6 +160,35 @@ def store_rows(
     launch = data.launch(config, epilogue, arguments, **schedule)
     assert_guard_intact(whole, float("nan"))
     return out, want.to(torch_type[dtype]), launch
+
+
+def scatter_add(
+    data: Data, config: GemmConfig, dtype: str = "Float32", **schedule: Any
+) -> tuple[Tensor, Tensor]:
+    """(result, expectation) of `ScatterAdd` of every row into a token of its own, in a permuted
+    order, so that sums have one order; y holds something before."""
+    p = data.problem
+    torch_type = {"Float32": torch.float32, "BFloat16": torch.bfloat16}[dtype]
+    rows, g = sum(p.counts), torch.Generator().manual_seed(p.seed + 1)
+    y, whole = guarded((rows + 1, p.n), torch_type, NAN)
+    y.copy_(torch.randn(rows + 1, p.n, generator=g))
+    before = y.clone()
+    token = data.guard(torch.randperm(rows, generator=g).int(), BAD_INDEX)
+    weight = data.guard(torch.rand(rows, generator=g), NAN)
+    alpha = data.guard(torch.linspace(0.5, 1.5, len(p.counts)), NAN)
+    value = data.acc * (data.gx * alpha[data.expert]).unsqueeze(1)
+    if data.bias is not None:
+        value = value + data.bias[data.expert]
+    part = weight.unsqueeze(1) * value.bfloat16().float()
+    want = before.clone()
+    want[token.long()] += part.to(torch_type)
+    arguments = [t.data_ptr() for t in (y, alpha, data.gx)]
+    arguments += [] if data.bias is None else [data.bias.data_ptr()]
+    arguments += [token.data_ptr(), weight.data_ptr()]
+    epilogue = ScatterAdd(dtype, row_scaled=True, biased=p.biased)
+    data.launch(config, epilogue, arguments, **schedule)
+    assert_guard_intact(whole, NAN)
+    return y, want
 
 
 def activation_quantize(
