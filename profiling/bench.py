@@ -30,7 +30,7 @@ from rich.table import Table
 from torch._C._autograd import DeviceType
 
 from cute_kernels import toolchain
-from moe import ranges
+from moe import MoE, ranges
 from moe.backends import BACKENDS, choose_backend
 from profiling import timing
 from profiling.roofline import PEAKS, Peaks, Stage, roof_seconds
@@ -40,10 +40,17 @@ Row = dict[str, Any]
 KEY = ("case", "ranks", "tokens", "backend", "h_scale", "activations")
 
 
-def bench(case: Case, backends: list[str], device: torch.device, options: Options) -> list[Row]:
+def bench(
+    case: Case,
+    backends: list[str],
+    device: torch.device,
+    options: Options,
+    layers: dict[str, MoE] | None = None,
+) -> list[Row]:
     """One row per backend, timed in turn. A backend that cannot run the case gets a row with the
-    reason in ``skipped``.
+    reason in ``skipped``. ``layers`` by backend are used, and filled: making one packs its weights.
     """
+    layers = {} if layers is None else layers
     race = timing.Race(device, options.rounds)
     running: dict[str, Workload] = {}
     rows: dict[str, Row] = {}
@@ -51,7 +58,8 @@ def bench(case: Case, backends: list[str], device: torch.device, options: Option
         row = rows[name] = {**dataclasses.asdict(case), "case": case.model, "backend": name}
         del row["model"]
         try:
-            work = Workload(case, name, device, options.most_sets)
+            work = Workload(case, name, device, options.most_sets, layers.get(name))
+            layers[name] = work.layer
             race.add(name, [functools.partial(c.run, work.layer) for c in work.calls])
         except (ValueError, RuntimeError) as error:
             row["skipped"] = " ".join(str(error).split())
@@ -299,8 +307,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         )
     result = {"machine": found, "rates": rates, "command": sys.argv[1:]}
     rows: list[Row] = []
+    layers: dict[str, MoE] = {}
     for case in cases:
-        rows += bench(case, names, device, options)
+        rows += bench(case, names, device, options, layers)
         if args.json:  # after every case: what is done is kept when a later one fails
             args.json.write_text(json.dumps({**result, "rows": rows}, indent=1))
     report(rows, console)

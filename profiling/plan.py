@@ -72,6 +72,8 @@ def make_plan(cfg: MoEConfig, tokens: int, ranks: int, gpu: str, flow: str = "st
     Raises ValueError for ranks that do not divide the experts, KeyError for another GPU.
     """
     peaks, share = PEAKS[gpu], Share.expected(cfg, tokens, ranks)
+    if peaks.fp4 is None and flow != "bf16":
+        flow = "decoded"
     experts = cfg.num_experts // ranks
     counts = counts_of(share, experts)
     sizes = {

@@ -158,7 +158,7 @@ class Stage:
         return self.flop / peaks.math(self.kind)
 
 
-FLOWS = ("static", "per_row", "bf16")
+FLOWS = ("static", "per_row", "decoded", "bf16")
 
 
 def weight_bytes(n: int, k: int) -> float:
@@ -174,7 +174,9 @@ def stages(cfg: MoEConfig, share: Share, flow: str = "static") -> list[Stage]:
     """Work of one call of `MoE.experts` (the router's own product is not part of it).
 
     flow  "static": h leaves L1 as NVFP4, one outer scale per expert. "per_row": fp32 accumulators
-          go through memory, one outer scale per row. "bf16": activations are bf16 (W4A16)
+          go through memory, one outer scale per row. "decoded": rows are quantised and decoded to
+          bf16 at once, h leaves L1 as fp32 (W4A4 without FP4 arithmetic). "bf16": activations are
+          bf16 (W4A16)
 
     Raises ValueError for another flow.
     """
@@ -183,31 +185,33 @@ def stages(cfg: MoEConfig, share: Share, flow: str = "static") -> list[Stage]:
     h, i, k, parts = cfg.hidden, cfg.intermediate, cfg.top_k, cfg.projections
     t, r, active, p = share.tokens, share.rows, share.active, share.padded_rows
     groups_h, groups_i = padded(h // 16, 4), padded(i // 16, 4)
-    index, scales = 4.0 * r, 4.0 * r  # int32 or fp32 per row
-    kind = "bf16" if flow == "bf16" else "fp4"
-    x_codes = {"x": t * h / 2, "x scales": p * groups_h, "outer scales": 4 * t, "row_token": index}
-    h_codes = {"h": r * i / 2, "h scales": p * groups_i}
-    acc = {"accumulators": 4.0 * r * parts * i}
-    if flow == "bf16":
-        x_codes = {"x": 2 * t * h, "row_token": index}
-        h_codes = {"h": 2 * r * i}
+    index, outer = 4.0 * r, {"outer scales": 4.0 * r}  # int32 and fp32 per row
+    kind = "fp4" if flow in ("static", "per_row") else "bf16"
+    x = {"x": t * h / 2, "x scales": p * groups_h, "outer scales": 4 * t}
+    h_in = {"h": r * i / 2, "h scales": p * groups_i}
+    l1_out = h_in
+    if flow == "per_row":
+        l1_out = {"accumulators": 4.0 * r * parts * i}
+        h_in = {**h_in, **outer}
+    elif flow == "decoded":
+        x = {"x": 2 * r * h, **outer}
+        l1_out, h_in = {"h fp32": 4.0 * r * i}, {"h": 2 * r * i, **outer}
+    elif flow == "bf16":
+        x, h_in = {"x": 2 * t * h}, {"h": 2 * r * i}
+        l1_out = h_in
+    tokens = {"row_token": index}
     w1 = {"weights": active * weight_bytes(parts * i, h)}
     w2 = {"weights": active * weight_bytes(h, i)}
-    route = {"plan": 2 * index + 4 * t * k}
-    out = [Stage("route", "moe.route", 0, {"ids, weights": 8 * t * k}, route)]
-    if flow != "bf16":
-        written = {n: x_codes[n] for n in ("x", "x scales", "outer scales")}
-        reads = {"x bf16": 2 * t * h, "row_token": index}
-        out.append(Stage("quantize x", "moe.quantize", 0, reads, written))
-    l1_out = acc if flow == "per_row" else h_codes
-    flop = 2.0 * r * parts * i * h
-    out.append(Stage("L1", "moe.l1", flop, {**x_codes, **w1}, l1_out, kind))
-    if flow == "per_row":
-        row_scale = {"outer scales": scales}
-        out.append(Stage("quantize h", "moe.quantize", 0, acc, {**h_codes, **row_scale}))
-        h_codes = {**h_codes, **row_scale}
     o = {"o": 2.0 * r * h}
-    out.append(Stage("L2", "moe.l2", 2.0 * r * h * i, {**h_codes, **w2}, o, kind))
+    plan = {"plan": 2 * index + 4 * t * k}
+    out = [Stage("route", "moe.route", 0, {"ids, weights": 8 * t * k}, plan)]
+    if flow != "bf16":
+        out.append(Stage("quantize x", "moe.quantize", 0, {"x bf16": 2 * t * h, **tokens}, x))
+    l1_in = {**x, **w1} if flow == "decoded" else {**x, **tokens, **w1}
+    out.append(Stage("L1", "moe.l1", 2.0 * r * parts * i * h, l1_in, l1_out, kind))
+    if flow in ("per_row", "decoded"):
+        out.append(Stage("quantize h", "moe.quantize", 0, l1_out, h_in))
+    out.append(Stage("L2", "moe.l2", 2.0 * r * h * i, {**h_in, **w2}, o, kind))
     reads = {**o, "plan, weights": 8 * t * k}
     out.append(Stage("combine", "moe.combine", 0, reads, {"y": 2.0 * t * h}))
     return out

@@ -113,13 +113,25 @@ class Workload:
     """A layer and the calls that rotate: together they read several times the L2, unless one call
     already touches everything."""
 
-    def __init__(self, case: Case, backend: str, device: torch.device, most: int = 16) -> None:
+    def __init__(
+        self, case: Case, backend: str, device: torch.device, most: int = 16,
+        layer: MoE | None = None,
+    ) -> None:  # fmt: skip
+        """``layer``: one made for another token count of the same case, which is used again."""
         self.case, self.device = case, device
-        weights = random_weights(case, device)
-        self.layer = MoE(case.cfg, weights, backend=backend, activations=case.activations)
-        expected = stages(case.cfg, Share.expected(case.cfg, case.tokens, case.ranks), case.flow)
+        if layer is None:
+            weights = random_weights(case, device)
+            layer = MoE(case.cfg, weights, backend=backend, activations=case.activations)
+        self.layer = layer
+        expected = stages(case.cfg, Share.expected(case.cfg, case.tokens, case.ranks), self.flow)
         sets = rotations(sum(s.nbytes for s in expected), l2_bytes(device), most)
         self.calls = [make_call(case, device, seed) for seed in range(sets)]
+
+    @property
+    def flow(self) -> str:
+        """Of this backend, as `profiling.roofline.stages` names it."""
+        decodes = self.layer.backend == "sm90" and self.case.activations == "nvfp4"
+        return "decoded" if decodes else self.case.flow
 
     def share(self) -> Share:
         """Mean over the calls of what they compute."""
@@ -128,7 +140,7 @@ class Workload:
         return Share(*(sum(getattr(s, f) for s in shares) / len(shares) for f in fields))
 
     def work(self) -> list[Stage]:
-        return stages(self.case.cfg, self.share(), self.case.flow)
+        return stages(self.case.cfg, self.share(), self.flow)
 
 
 def add_case_arguments(p: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import ranges
+from moe import MoE, ranges
 from moe.explain import MODELS
 from profiling import bench, workload
 from profiling.roofline import Share
@@ -78,6 +78,20 @@ def test_the_share_of_a_rank() -> None:
     mean = sum(Share.of(c.ids, 0, case.experts).rows for c in calls) / len(calls)
     assert abs(mean - 3 * 8) < 4
     assert len(workload.make_call(Case("qwen3-30b-a3b", 1, 128), CPU, 1).x) >= 1
+
+
+def test_a_layer_is_made_once() -> None:
+    """Token counts share it: making one draws its weights, on Hopper packs them too."""
+    layers: dict[str, MoE] = {}
+    options, made = bench.Options(rounds=1, most_sets=2, stages=False), []
+    for tokens in (1, 2):
+        case = Case("qwen3-30b-a3b", tokens, ranks=128)
+        (row,) = bench.bench(case, ["torch"], CPU, options, layers)
+        assert row["tokens"] == tokens and row["us"] > 0
+        made.append(layers["torch"])
+    assert made[0] is made[1]
+    work = Workload(case, "torch", CPU, 2, made[0])
+    assert work.layer is made[0] and work.flow == "static"
 
 
 def test_random_weights_are_valid() -> None:

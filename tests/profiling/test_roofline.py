@@ -44,11 +44,14 @@ def test_a_call_counted_by_hand() -> None:
 
 def test_flows_differ_where_they_should() -> None:
     share = Share(3, 6, 3, 384)
-    static, per_row, bf16 = (named(SMALL, share, flow) for flow in FLOWS)
+    static, per_row, decoded, bf16 = (named(SMALL, share, flow) for flow in FLOWS)
     acc = {"accumulators": 4 * 6 * 64}
     assert per_row["L1"].written == acc == per_row["quantize h"].read
     assert per_row["L1"].read == static["L1"].read
     assert per_row["L2"].read["outer scales"] == 4 * 6
+    assert decoded["quantize x"].written["x"] == 2 * 6 * 64 == decoded["L1"].read["x"]
+    assert decoded["L1"].written == {"h fp32": 4 * 6 * 32} == decoded["quantize h"].read
+    assert decoded["L2"].read["h"] == 2 * 6 * 32 and decoded["L1"].kind == "bf16"
     assert "quantize x" not in bf16 and bf16["L1"].read["x"] == 2 * 3 * 64
     assert bf16["L2"].read["h"] == 2 * 6 * 32
     assert {s.kind for s in bf16.values() if s.flop} == {"bf16"}
