@@ -4,14 +4,17 @@ An epilogue is a frozen dataclass (its repr is part of the kernel's key). The ma
 piece of an accumulator at a time, which one of two methods takes, by the plan of the mainloop:
 
     store_row(args, row, values, place)     one thread owns acc[row, col : col + width] in fp32
-    store_col(args, values, place, count)   one thread owns acc[row : row + DECODE_STEP, col]
+    store_col(args, col, values, place, rows)
+                                            one thread owns acc[row : row + DECODE_STEP, col]
 
 ``place`` is a `Place`. store_row: the mainloop has checked that ``row`` is a real row; columns at
 and past ``place.n`` exist in ``values`` but not in the output. Threads diverge here: no warp
 collectives. ``row`` is what ``begin_row(args, place)`` returned once per tile, before the
 accumulator was ready: all that does not depend on the column. store_col: the 32 threads of a warp
-own consecutive columns from a multiple of 32 on and are all here; the first ``count`` rows are
-real; a column may be at or past ``place.n``. Both give the same bits.
+own consecutive columns from a multiple of 32 on and are all here; ``rows`` is (step, count), the
+first ``count`` rows of this ``step`` of the tile are real; a column may be at or past ``place.n``.
+``col`` is what ``begin_col(args, place, count)`` returned for the ``count`` rows of the tile. Both
+methods give the same bits.
 """
 
 from __future__ import annotations
@@ -27,6 +30,13 @@ from cute_kernels.activations import Activation
 from cute_kernels.compile import Ptr
 from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
+from cute_kernels.device.lanes import (
+    column_bias,
+    row_factor,
+    row_scales,
+    step_scales,
+    transpose,
+)
 from cute_kernels.device.math import DEVICE_MATH
 
 BLOCK = 16
@@ -57,33 +67,6 @@ def row_alpha(place: Place, alpha, row_scale, row_index, projection: int = 0, pa
     return ptx.mul(ptx.load_f32(row_scale.toint() + Int64(index) * 4), value)
 
 
-def lane_scale(place: Place, row_scale, row_index, count) -> Any:
-    """Lane j of a warp: row_scale of row place.row + j (of the last real one for the lanes past
-    it); None where there is none."""
-    if row_scale is None:
-        return None
-    index = place.row + cutlass.min(cute.arch.lane_idx(), count - 1)
-    if row_index is not None:
-        index = ptx.load_i32(row_index.toint() + Int64(index) * 4)
-    return ptx.load_f32(row_scale.toint() + Int64(index) * 4)
-
-
-def scaled_alpha(alpha, scales, j: int):
-    """`row_alpha` of row j from its two factors: the row's comes from lane j."""
-    if scales is None:
-        return alpha
-    return ptx.mul(cute.arch.shuffle_sync(scales, j), alpha)
-
-
-@cute.jit
-def column_bias(bias, place):
-    """bias[expert, col], 0 past the last column."""
-    value = Float32(0.0)
-    if place.col < place.n:
-        value = ptx.load_f32(bias.toint() + (Int64(place.expert) * place.n + place.col) * 4)
-    return value
-
-
 def scaled(values, first: int, count: int, pair) -> list:
     """values[first : first + count], even ones times pair[0], odd ones times pair[1]."""
     pairs = (ptx.mul_pair((values[i], values[i + 1]), pair) for i in range(first, first + count, 2))
@@ -102,6 +85,14 @@ class RowStore(NamedTuple):
 
     alpha: Any
     out: Any
+    bias: Any
+
+
+class ColumnStore(NamedTuple):
+    """A column of a decode tile: the expert's factor, the scales of the rows, the bias."""
+
+    alpha: Any
+    scales: Any
     bias: Any
 
 
@@ -153,18 +144,21 @@ class StoreRows:
                     part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
                 ptx.store_u32x8(base + 32 * i, self.pack(part))
 
-    @cute.jit
-    def store_col(self, args, values, place, count):
-        size = _BYTES[self.dtype]
+    def begin_col(self, args, place, count):
         alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
-        scales = lane_scale(place, args.row_scale, None, count)
-        if cutlass.const_expr(self.biased):
-            bias = column_bias(args.bias, place)
+        bias = column_bias(args.bias, place) if self.biased else None
+        return ColumnStore(alpha, row_scales(place, args.row_scale, None, count), bias)
+
+    @cute.jit
+    def store_col(self, args, col, values, place, rows):
+        step, count = rows
+        size = _BYTES[self.dtype]
+        scales = step_scales(col.scales, step)
         base = args.out.toint() + (Int64(place.row) * place.n + place.col) * size
         for j in cutlass.range_constexpr(DECODE_STEP):
-            value = ptx.mul(values[j], scaled_alpha(alpha, scales, j))
+            value = ptx.mul(values[j], row_factor(col.alpha, scales, j))
             if cutlass.const_expr(self.biased):
-                value = ptx.add(value, bias)
+                value = ptx.add(value, col.bias)
             if j < count and place.col < place.n:
                 self.store_one(base + Int64(j) * place.n * size, value)
 
@@ -204,6 +198,17 @@ class RowQuantize(NamedTuple):
     data: Any
     scale: Any
     bias: Any
+
+
+class ColumnQuantize(NamedTuple):
+    """A column of a decode tile: factors of gate and up, outer scale g and 1 / (6 g), scales of the
+    rows, biases of this column and of its neighbour in a pair."""
+
+    alphas: Any
+    g: Any
+    c: Any
+    scales: Any
+    biases: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,39 +305,46 @@ class ActivationQuantize:
         h = [self.activation(DEVICE_MATH, *pre[i : i + step]) for i in range(0, size, step)]
         return encode_block(h, row.g, row.c)
 
-    @cute.jit
-    def store_col(self, args, values, place, count):
-        """A warp's 32 columns are one block of h of a gated activation, two of another."""
-        parts, lane = self.parts, cute.arch.lane_idx()
-        at = Int64(place.expert) * parts + lane % parts
-        alpha = ptx.load_f32(args.alpha.toint() + at * 4)
-        scales = lane_scale(place, args.row_scale, args.row_index, count)
+    def begin_col(self, args, place, count):
+        parts, first = self.parts, args.alpha.toint() + Int64(place.expert) * self.parts * 4
+        alphas = [ptx.load_f32(first + 4 * p) for p in range(parts)]
         g = ptx.load_f32(args.out_scale.toint() + Int64(place.expert) * 4)
         c = Float32(1.0) / ptx.mul(g, Float32(6.0))
-        bias = column_bias(args.bias, place) if self.biased else None
-        inter = place.n // parts
-        first = (place.col - lane) // parts  # of h
-        for j in cutlass.range_constexpr(DECODE_STEP):
-            if j < count:
-                v = ptx.mul(values[j], scaled_alpha(alpha, scales, j))
-                if cutlass.const_expr(self.biased):
-                    v = ptx.add(v, bias)
-                byte, words = encode_warp(self.lane_value(v, lane), parts, g, c)
-                row, sf_row = Int64(place.row + j), place.sf_row + j
-                for b in cutlass.range_constexpr(2 // parts):
-                    col = first + b * BLOCK
-                    if lane == b * BLOCK and col < inter:
-                        codes = words[2 * b : 2 * b + 2]
-                        ptx.store_u32x2(args.data.toint() + (row * inter + col) // 2, codes)
-                        self.store_scale(args.scale, sf_row, col // BLOCK, inter // BLOCK, byte)
+        scales = row_scales(place, args.row_scale, args.row_index, count)
+        biases = None
+        if self.biased:
+            mine = column_bias(args.bias, place)
+            biases = (mine, cute.arch.shuffle_sync_bfly(mine, 1)) if parts == 2 else (mine,)
+        return ColumnQuantize(alphas, g, c, scales, biases)
 
-    def lane_value(self, v, lane):
-        """h of this lane's column, or of its pair of columns when gate and up alternate."""
-        if self.parts == 1:
-            return self.activation(DEVICE_MATH, v)
-        other = cute.arch.shuffle_sync_bfly(v, 1)
-        gate, up = ptx.select(lane % 2 == 0, v, other), ptx.select(lane % 2 == 0, other, v)
-        return self.activation(DEVICE_MATH, gate, up)
+    @cute.jit
+    def store_col(self, args, col, values, place, rows):
+        """The warp's 32 columns by 16 rows change hands until a lane holds consecutive values of
+        one row: 8 of h (half a block) when gate and up alternate, else a block."""
+        step, count = rows
+        parts, lane = self.parts, cute.arch.lane_idx()
+        scales = step_scales(col.scales, step)
+        h = (pair_values if parts == 2 else column_values)(self.activation, col, values, scales)
+        h = transpose(h, parts)
+        upper = lane >> 4
+        amax = largest(h)
+        if cutlass.const_expr(parts == 2):
+            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 16), nan=True)
+        byte, r = block_scale(amax, col.g, col.c)
+        codes = scaled(h, 0, len(h), (r, r))
+        # lane 2i + p of gate and up holds row 8p + i, else lane i row i
+        mine = (lane & 1) * 8 + (lane >> 1 & 7) if parts == 2 else lane & 15
+        inter = place.n >> (parts - 1)
+        group = (place.col - lane) >> 5 if parts == 2 else ((place.col - lane) >> 4) + upper
+        if mine < count and group * BLOCK < inter:
+            row = args.data.toint() + Int64(place.row + mine) * (inter >> 1) + group * 8
+            if cutlass.const_expr(parts == 2):
+                ptx.store_u32(row + upper * 4, ptx.encode_e2m1x8(codes))
+            else:
+                words = [ptx.encode_e2m1x8(codes[:8]), ptx.encode_e2m1x8(codes[8:])]
+                ptx.store_u32x2(row, words)
+            if parts == 1 or upper == 0:
+                self.store_scale(args.scale, place.sf_row + mine, group, inter >> 4, byte)
 
     @cute.jit
     def store_scale(self, base, sf_row, group, groups, byte):
@@ -345,6 +357,43 @@ class ActivationQuantize:
                     ptx.store_u8(base.toint() + scale_offset(sf_row, group + i, padded), Uint32(0))
 
 
+def pair_values(activation, col, values, scales) -> list:
+    """Eight values of h of this lane's pair of columns: even lanes take the first eight rows,
+    odd lanes the others, each gets what it lacks from its neighbour."""
+    odd = (cute.arch.lane_idx() & 1) == 1
+    half = DECODE_STEP // 2
+    h = []
+    for j in range(half):
+        first, last = values[j], values[j + half]
+        mine, got = ptx.select(odd, last, first), ptx.select(odd, first, last)
+        got = cute.arch.shuffle_sync_bfly(got, 1)
+        gate, up = ptx.select(odd, got, mine), ptx.select(odd, mine, got)
+        value, lane = scales
+        row = lane + j + (cute.arch.lane_idx() & 1) * half
+        scale = cute.arch.shuffle_sync(value, row)
+        factors = ptx.mul_pair((scale, scale), col.alphas)
+        pre = ptx.mul_pair((gate, up), factors)
+        if col.biases is not None:
+            mine, other = col.biases
+            pre = (
+                ptx.add(pre[0], ptx.select(odd, other, mine)),
+                ptx.add(pre[1], ptx.select(odd, mine, other)),
+            )
+        h.append(activation(DEVICE_MATH, *pre))
+    return h
+
+
+def column_values(activation, col, values, scales) -> list:
+    """h of this lane's column, all rows."""
+    h = []
+    for j in range(DECODE_STEP):
+        v = ptx.mul(values[j], row_factor(col.alphas[0], scales, j))
+        h.append(
+            activation(DEVICE_MATH, ptx.add(v, col.biases[0]) if col.biases is not None else v)
+        )
+    return h
+
+
 def scale_offset(row, group, padded_groups):
     """Byte of (row, group) in SWIZZLE_32_4_4, Int64."""
     tile = Int64(row // 128) * (128 * padded_groups) + (group // 4) * 512
@@ -352,12 +401,17 @@ def scale_offset(row, group, padded_groups):
     return tile + Int64(inside)
 
 
+def largest(values) -> Any:
+    """max |v| of an even number of values, NaN if one is."""
+    amax = ptx.abs_f32(values[0])
+    for a, b in zip(values[1::2], [*values[2::2], values[0]]):
+        amax = ptx.max_abs3(amax, a, b)
+    return amax
+
+
 def encode_block(h, g, c):
     """16 fp32 values -> (scale byte, two words of codes) for the outer scale g, c = 1 / (6 g)."""
-    amax = ptx.abs_f32(h[0])
-    for a, b in zip(h[1::2], [*h[2::2], h[0]]):
-        amax = ptx.max_abs3(amax, a, b)
-    byte, r = block_scale(amax, g, c)
+    byte, r = block_scale(largest(h), g, c)
     codes = scaled(h, 0, BLOCK, (r, r))
     return byte, [ptx.encode_e2m1x8(codes[:8]), ptx.encode_e2m1x8(codes[8:])]
 
@@ -369,22 +423,3 @@ def block_scale(amax, g, c):
     step = ptx.mul(ptx.decode_ue4m3(byte), g)
     # a NaN scale byte decodes as finite here; every code of its block is that of NaN
     return byte, cutlass.select_(byte == 0x7F, Float32(float("nan")), Float32(1.0) / step)
-
-
-def encode_warp(h, lanes_per_value: int, g, c):
-    """`encode_block` of values that lie across a warp, one in every ``lanes_per_value`` lanes:
-    (scale byte of this lane's block, two words of codes per block, the same in every lane)."""
-    index = cute.arch.lane_idx() // lanes_per_value  # of the value
-    blocks = 2 // lanes_per_value
-    bits = ptx.abs_f32(h).bitcast(Uint32)  # ordered like the values, NaN on top
-    if blocks == 1:
-        amax = ptx.redux_max_u32(bits)
-    else:
-        below = index < BLOCK
-        low = ptx.redux_max_u32(ptx.select(below, bits, Uint32(0)))
-        high = ptx.redux_max_u32(ptx.select(below, Uint32(0), bits))
-        amax = ptx.select(below, low, high)
-    byte, r = block_scale(amax.bitcast(Float32), g, c)
-    code = ptx.encode_e2m1(ptx.mul(h, r)) << (index % 8 * 4).to(Uint32)
-    mine = [ptx.select(index // 8 == w, code, Uint32(0)) for w in range(2 * blocks)]
-    return byte, [cute.arch.warp_redux_sync(word, "or") for word in mine]

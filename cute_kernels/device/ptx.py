@@ -264,17 +264,6 @@ def encode_e2m1x8(values) -> Uint32:
     )
 
 
-def encode_e2m1(value: Float32) -> Uint32:
-    """fp32 -> E2M1 code in the lowest nibble, zeros above it (instruction of sm_100)."""
-    codes = inline_ptx(
-        "{ .reg .b8 b; cvt.rn.satfinite.e2m1x2.f32 b, 0f00000000, {$r0}; "
-        "mov.b32 {$w0}, {b, b, b, b}; }",
-        write_only_types=[Uint32],
-        read_only_args=[value],
-    )
-    return codes & 0xF
-
-
 _TWO22 = 2.0**22
 _CODE_BIAS = 2 * (127 + 22)  # what the exponent of the shifted value adds to a code
 

@@ -18,13 +18,8 @@ from cutlass import Float32, Int64, Uint32
 from cute_kernels.compile import Ptr
 from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
-from cute_kernels.device.epilogues import (
-    column_bias,
-    lane_scale,
-    row_alpha,
-    scaled,
-    scaled_alpha,
-)
+from cute_kernels.device.epilogues import ColumnStore, row_alpha, scaled
+from cute_kernels.device.lanes import column_bias, row_factor, row_scales, step_scales
 
 
 class ScatterArgs(NamedTuple):
@@ -105,22 +100,25 @@ class ScatterAdd:
                     part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
                 self.add(base + 16 * i, self.addends(part, row.weight))
 
-    @cute.jit
-    def store_col(self, args, values, place, count):
-        """Consecutive lanes add to consecutive columns: whole sectors again."""
-        lane = cute.arch.lane_idx()
+    def begin_col(self, args, place, count):
         alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
-        scales = lane_scale(place, args.row_scale, None, count)
-        if cutlass.const_expr(self.biased):
-            bias = column_bias(args.bias, place)
+        bias = column_bias(args.bias, place) if self.biased else None
+        return ColumnStore(alpha, row_scales(place, args.row_scale, None, count), bias)
+
+    @cute.jit
+    def store_col(self, args, col, values, place, rows):
+        """Consecutive lanes add to consecutive columns: whole sectors again."""
+        step, count = rows
+        lane = cute.arch.lane_idx()
+        scales = step_scales(col.scales, step)
         row = Int64(place.row + cutlass.min(lane, count - 1))
         tokens = ptx.load_i32(args.row_token.toint() + row * 4)
         if cutlass.const_expr(self.weighted):
             weights = ptx.load_f32(args.row_weight.toint() + row * 4)
         for j in cutlass.range_constexpr(DECODE_STEP):
-            value = ptx.mul(values[j], scaled_alpha(alpha, scales, j))
+            value = ptx.mul(values[j], row_factor(col.alpha, scales, j))
             if cutlass.const_expr(self.biased):
-                value = ptx.add(value, bias)
+                value = ptx.add(value, col.bias)
             value = (ptx.pack_bf16x2(value, value) << 16).bitcast(Float32)
             if cutlass.const_expr(self.weighted):
                 value = ptx.mul(cute.arch.shuffle_sync(weights, j), value)

@@ -98,7 +98,12 @@ class Decode:
         return tile.boxes
 
     def begin(self, epilogue, args, where):
-        return None
+        """What the epilogue keeps of this thread's column."""
+        work, tile, lane_row, n = where
+        count = cutlass.min(work.end - tile.rows.row, Int32(64))
+        feature = tile.weights.row + lane_row
+        place = Place(work.expert, tile.rows.row, tile.rows.sf_row, feature, n)
+        return epilogue.begin_col(args, place, count)
 
     @cute.jit
     def store(self, epilogue, args, begun, values, where, step):
@@ -108,7 +113,8 @@ class Decode:
         row = tile.rows.row + first
         feature = tile.weights.row + lane_row
         place = Place(work.expert, row, tile.rows.sf_row + first, feature, n)
-        epilogue.store_col(args, values, place, cutlass.min(work.end - row, Int32(DECODE_STEP)))
+        count = cutlass.min(work.end - row, Int32(DECODE_STEP))
+        epilogue.store_col(args, begun, values, place, (step, count))
 
 
 PREFILL, DECODE = Prefill(), Decode()
