@@ -9,6 +9,7 @@ in `cute_kernels.launch`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +19,13 @@ from torch import Tensor
 from cute_kernels import activations, toolchain, torch_gemm
 from cute_kernels import compile as compiler
 from cute_kernels.activations import Activation
-from cute_kernels.config import choose_config
+from cute_kernels.config import GemmConfig, choose_config
 from cute_kernels.launch import (
     DSL_TYPES,
     FLOATS,
     Buffer,
     allocate,
+    check_count,
     check_out,
     check_vector,
     grouped_scales,
@@ -32,6 +34,7 @@ from cute_kernels.launch import (
 )
 from cute_kernels.nvfp4 import BLOCK, check_expert_offsets, grouped_scale_rows
 
+_OPERAND_NAMES = ("rows", "scales of the rows", "weights", "scales of the weights")
 _K_MULTIPLE = 32  # TMA: the pitch of a row of codes is a multiple of 16 bytes
 
 
@@ -181,9 +184,9 @@ def grouped_gemm_act_quant(
     parts = 2 if activation.gated else 1
     if out is None:
         _check_act(*arguments, parts)
-    inter = weights.data.shape[1] // parts
-    buffers = hidden_buffers(rows.routed, inter, weights.data.shape[0])
-    data, scale = allocate(buffers, rows.data.device, out)
+        experts, n, _ = weights.data.shape
+        out = allocate(hidden_buffers(rows.routed, n // parts, experts), rows.data.device)
+    data, scale = check_count(out, "h_data, h_scale")
     spec = activations.spec(activation)
     torch.ops.nvfp4_megamoe.grouped_gemm_act_quant(*arguments, *spec, data, scale)
     return Rows(data, scale)
@@ -258,19 +261,20 @@ def _check(rows: Rows, weights: Weights, offsets: Tensor) -> tuple[int, int, int
         )
     if rows.row_token is not None:
         check_vector(rows.row_token, "row_token", torch.int32, (), device)
-    padded_k = -(-k // 64) * 4
-    shapes = (
-        ("scales of the rows", rows.scale, (grouped_scale_rows(rows.routed, experts), padded_k)),
-        ("scales of the weights", weights.scale, (experts, -(-n // 128) * 128, padded_k)),
-    )
-    for name, scale, need in shapes:
-        if tuple(scale.shape) != need or scale.dtype != torch.uint8:
-            raise ValueError(
-                f"{name} must be swizzled uint8 or float8_e4m3fn {need} ({rows.routed} routed rows "
-                f"grouped by {experts} experts), got {tuple(scale.shape)} {scale.dtype}"
-            )
-    operands = {"rows": rows.data, "scales of the rows": rows.scale, "weights": weights.data}
-    for name, tensor in {**operands, "scales of the weights": weights.scale}.items():
+    routed, padded_k = rows.routed, -(-k // 64) * 4
+    need = (grouped_scale_rows(routed, experts), padded_k)
+    if rows.scale.shape != need or rows.scale.dtype != torch.uint8:
+        raise ValueError(
+            f"scales of the rows must be uint8 or float8_e4m3fn {need} ({routed} routed rows, "
+            f"grouped by {experts} experts), got {tuple(rows.scale.shape)} {rows.scale.dtype}"
+        )
+    shape = (experts, -(-n // 128) * 128, padded_k)
+    if weights.scale.shape != shape or weights.scale.dtype != torch.uint8:
+        raise ValueError(
+            f"scales of the weights must be swizzled uint8 or float8_e4m3fn {shape}, got "
+            f"{tuple(weights.scale.shape)} {weights.scale.dtype}"
+        )
+    for name, tensor in zip(_OPERAND_NAMES, (rows.data, rows.scale, *weights)):
         if not tensor.is_contiguous() or tensor.device != device:
             raise ValueError(
                 f"{name} must be contiguous and on {device}, got strides {tuple(tensor.stride())} "
@@ -355,20 +359,28 @@ def _check_act_out(*args: Any) -> None:
 
 # ---- launching
 
+_config = functools.lru_cache(4096)(choose_config)
 
-def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: list[Any]) -> None:
+
+@functools.cache
+def _kernel(gathered: bool, epilogue: Any, config: GemmConfig) -> Any:
+    """One object per kernel: the compile cache then finds it by identity."""
     from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
     from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
 
+    return Sm100GroupedGemm(GatheredRows() if gathered else ContiguousRows(), epilogue, config)
+
+
+def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: list[Any]) -> None:
     for name, tensor in (("rows", rows.data), ("weights", weights.data), ("scales", rows.scale)):
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must start at a multiple of 16 bytes, as TMA reads them")
     if tensors[0].data_ptr() % 32:
         raise ValueError("the output must start at a multiple of 32 bytes: one store writes them")
     experts, n, half = weights.data.shape
-    config = choose_config(rows.routed, experts, n)
+    config = _config(rows.routed, experts, n)
     gathered = rows.row_token is not None
-    kernel = Sm100GroupedGemm(GatheredRows() if gathered else ContiguousRows(), epilogue, config)
+    kernel = _kernel(gathered, epilogue, config)
     device = rows.data.device
     sizes: list[Any] = [rows.data.shape[0], rows.routed] if gathered else [rows.routed]
     load = [rows.data, rows.scale, rows.row_token, *sizes, rows.scale.shape[0]]

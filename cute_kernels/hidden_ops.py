@@ -15,6 +15,7 @@ from cute_kernels.launch import (
     Buffer,
     allocate,
     arch_of,
+    check_count,
     check_matrix,
     check_out,
     check_rows,
@@ -52,9 +53,10 @@ def quantize_hidden(
     parts = 2 if activation.gated else 1
     if out is None:
         _check(*arguments, parts)
-    rows, inter = acc.shape[0], acc.shape[-1] // parts
-    buffers = row_hidden_buffers(rows, inter, expert_offsets.shape[0] - 1)
-    data, scale, gh = allocate(buffers, acc.device, out)
+        rows, inter = acc.shape[0], acc.shape[1] // parts
+        buffers = row_hidden_buffers(rows, inter, expert_offsets.shape[0] - 1)
+        out = allocate(buffers, acc.device)
+    data, scale, gh = check_count(out, "h_data, h_scale, row_gh")
     spec = activations.spec(activation)
     torch.ops.nvfp4_megamoe.quantize_hidden(*arguments, *spec, data, scale, gh)
     return Rows(data, scale), gh

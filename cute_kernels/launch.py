@@ -47,16 +47,16 @@ class Buffer(NamedTuple):
         return size
 
 
-def allocate(
-    buffers: Sequence[Buffer], device: torch.device, out: Sequence[Tensor] | None = None
-) -> Sequence[Tensor]:
-    """``out`` if given, else new uninitialised tensors."""
-    if out is not None:
-        if len(out) != len(buffers):
-            names = [b.name for b in buffers]
-            raise ValueError(f"out must hold {names}, got {len(out)} tensors")
-        return out
+def allocate(buffers: Sequence[Buffer], device: torch.device) -> list[Tensor]:
+    """New tensors, uninitialised."""
     return [torch.empty(b.shape, dtype=b.dtype, device=device) for b in buffers]
+
+
+def check_count(out: Sequence[Tensor], names: str) -> Sequence[Tensor]:
+    """``out``, if it has a tensor for each of the comma-separated names."""
+    if len(out) != names.count(",") + 1:
+        raise ValueError(f"out must hold {names}, got {len(out)} tensors")
+    return out
 
 
 def grouped_scales(name: str, rows: int, experts: int, columns: int) -> Buffer:

@@ -28,6 +28,7 @@ from cute_kernels.launch import (
     Buffer,
     allocate,
     arch_of,
+    check_count,
     check_matrix,
     check_out,
     check_rows,
@@ -105,10 +106,11 @@ def quantize_rows(
         given = global_scale.reshape(-1)
     if out is None:
         _check_quantize(x, expert_offsets, row_token, given, row_scale)
-    tokens, hidden = x.shape[0], x.shape[-1]
-    routed = tokens if row_token is None else row_token.shape[0]
-    buffers = quantize_buffers(tokens, hidden, routed, expert_offsets.numel() - 1)
-    data, scale, gx, scratch = allocate(buffers, x.device, out)
+        tokens, hidden = x.shape
+        routed = tokens if row_token is None else row_token.shape[0]
+        buffers = quantize_buffers(tokens, hidden, routed, expert_offsets.shape[0] - 1)
+        out = allocate(buffers, x.device)
+    data, scale, gx, scratch = check_count(out, "x_data, x_scale, gx, x_row_scale")
     torch.ops.nvfp4_megamoe.quantize_rows(
         x, expert_offsets, row_token, given, row_scale, data, scale, gx, scratch
     )
@@ -148,13 +150,12 @@ def sort_routes(
     local = num_experts - first_expert if num_local_experts is None else num_local_experts
     if out is None:
         _check_sort(topk_ids, topk_weights, num_experts, first_expert, local, pad_rows)
-    tokens, slots = topk_ids.shape
-    buffers = sort_buffers(tokens, slots, local, pad_rows)
-    *plan, counts = allocate(buffers, topk_ids.device, out)
-    offsets, row_token, row_weight, token_rows = plan
-    torch.ops.nvfp4_megamoe.sort_routes(
-        topk_ids, topk_weights, num_experts, first_expert, *plan, counts
+        tokens, slots = topk_ids.shape
+        out = allocate(sort_buffers(tokens, slots, local, pad_rows), topk_ids.device)
+    offsets, row_token, row_weight, token_rows, _ = check_count(
+        out, "expert_offsets, row_token, row_weight, token_rows, sort_counts"
     )
+    torch.ops.nvfp4_megamoe.sort_routes(topk_ids, topk_weights, num_experts, first_expert, *out)
     return offsets, row_token, row_weight, token_rows
 
 
@@ -225,9 +226,9 @@ def permute_quantized_rows(
     scale = scale.view(torch.uint8)
     if out is None:
         _check_permute(data, scale, gx, row_token, expert_offsets)
-    routed, experts = row_token.shape[0], expert_offsets.numel() - 1
-    buffers = permute_buffers(data.shape[-1] * 2, routed, experts)
-    rows, grouped, row_gx = allocate(buffers, data.device, out)
+        routed, experts = row_token.shape[0], expert_offsets.shape[0] - 1
+        out = allocate(permute_buffers(data.shape[1] * 2, routed, experts), data.device)
+    rows, grouped, row_gx = check_count(out, "row_data, row_scale, row_gx")
     torch.ops.nvfp4_megamoe.permute_quantized_rows(
         data, scale, gx, row_token, expert_offsets, rows, grouped, row_gx
     )

@@ -75,17 +75,17 @@ def experts_of(tensors: dict[str, Any], first_expert: int) -> Experts:
 def row_buffers(rows: int, cfg: MoEConfig, experts: Experts, adds: bool = False) -> list[Buffer]:
     """Scratch of the two GEMMs of ``rows`` routed rows. ``adds``: L2 leaves no rows."""
     count, width = experts.num_experts, cfg.projections * cfg.intermediate
-    o_bytes = 0 if adds else rows * cfg.hidden * 2
+    o_rows = 0 if adds else rows
     if experts.gh is not None:
         return [
             *hidden_buffers(rows, cfg.intermediate, count),
-            Buffer("o", (o_bytes,), torch.uint8),
+            Buffer("o", (o_rows, cfg.hidden), torch.bfloat16),
             Buffer("alpha", (count,), torch.float32),
         ]
     return [
         *ops.row_hidden_buffers(rows, cfg.intermediate, count),
         # rows of L2 take the place of the sums of L1, which are quantised by then
-        Buffer("sums_or_o", (max(o_bytes, rows * width * 4),), torch.uint8),
+        Buffer("sums_or_o", (max(o_rows * cfg.hidden * 2, rows * width * 4),), torch.uint8),
         Buffer("ones", (count,), torch.float32),
     ]
 
@@ -101,7 +101,7 @@ def scratch_buffers(
         *ops.sort_buffers(num_tokens, cfg.top_k, experts.num_experts),
         *ops.quantize_buffers(num_tokens, cfg.hidden, rows, experts.num_experts),
         *row_buffers(rows, cfg, experts, adds),
-        Buffer("y_sums", (num_tokens * adds, cfg.hidden), torch.float32),
+        Buffer("y_sums", (num_tokens if adds else 0, cfg.hidden), torch.float32),
     ]
 
 
@@ -133,29 +133,58 @@ def run_kernels(
     mix = topk_weights.float()
     with kernels_on(x.device):
         with stage("moe.route"):
-            local = (experts.first_expert, experts.num_experts)
-            sorted_routes = ops.sort_routes(topk_ids, mix, cfg.num_experts, *local, out=scratch[:5])
-            plan = RoutingPlan(*sorted_routes)
+            plan = route_rows(topk_ids, mix, cfg, experts, scratch)
         with stage("moe.quantize"):
-            if isinstance(x, Nvfp4Tensor):
-                gx = x.global_scale.expand(num_tokens).contiguous()
-                rows, gx = _received(x.data, x.scale, gx, plan)
-            else:
-                given = _outer_scale(x, topk_ids, cfg, experts, numerics)
-                on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
-                offsets, token = plan.expert_offsets, plan.row_token
-                data, scale, gx = ops.quantize_rows(
-                    x, offsets, token, given, on_input, out=scratch[5:9]
-                )
-                rows = Rows(data, scale, token)
-        h, gh = _hidden(rows, gx, plan, cfg, experts, scratch[9:-1])
+            rows, gx = quantise(x, topk_ids, mix, plan, cfg, experts, numerics, scratch)
+        h, gh = hidden(rows, gx, plan, cfg, experts, scratch[9:-1])
         with stage("moe.l2"):
             if not numerics.deterministic:
                 return _add_rows(h, gh, plan, cfg, experts, scratch, shared, dtype)
-            o = _down(h, gh, plan, cfg, experts, scratch[9:-1])
-        factors = None if cfg.weight_on_input else mix
+            o = down(h, gh, plan, cfg, experts, scratch[9:-1])
         with stage("moe.combine"):
-            return ops.combine(o, plan.token_rows, factors, shared, dtype)
+            return combine_rows(o, plan, mix, cfg, shared, dtype)
+
+
+def route_rows(
+    topk_ids: Tensor, mix: Tensor, cfg: MoEConfig, experts: Experts, scratch: list[Tensor]
+) -> RoutingPlan:
+    """Rows of the local experts, in the first of `scratch_buffers`."""
+    local = (experts.first_expert, experts.num_experts)
+    return RoutingPlan(*ops.sort_routes(topk_ids, mix, cfg.num_experts, *local, out=scratch[:5]))
+
+
+def quantise(
+    x: Tokens,
+    topk_ids: Tensor,
+    mix: Tensor,
+    plan: RoutingPlan,
+    cfg: MoEConfig,
+    experts: Experts,
+    numerics: Numerics,
+    scratch: list[Tensor],
+) -> tuple[Rows, Tensor]:
+    """Codes once per token, scales once per row, and gx; tokens that come quantised: all by row."""
+    if isinstance(x, Nvfp4Tensor):
+        gx = x.global_scale.expand(x.shape[0]).contiguous()
+        return _received(x.data, x.scale, gx, plan)
+    given = _outer_scale(x, topk_ids, cfg, experts, numerics)
+    on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
+    index = (plan.expert_offsets, plan.row_token)
+    data, scale, gx = ops.quantize_rows(x, *index, given, on_input, out=scratch[5:9])
+    return Rows(data, scale, plan.row_token), gx
+
+
+def combine_rows(
+    o: Tensor,
+    plan: RoutingPlan,
+    mix: Tensor,
+    cfg: MoEConfig,
+    shared: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y (T, H); weights that multiplied x already are not used again."""
+    y = torch.empty((plan.num_tokens, cfg.hidden), dtype=dtype, device=o.device)
+    return ops.combine(o, plan.token_rows, None if cfg.weight_on_input else mix, shared, out=y)
 
 
 def _outer_scale(
@@ -188,9 +217,9 @@ def run_received(
     with kernels_on(data.device):
         with stage("moe.quantize"):
             rows, gx = _received(data, scale, gx, plan, fitted[:3])
-        h, gh = _hidden(rows, gx, plan, cfg, experts, fitted[3:])
+        h, gh = hidden(rows, gx, plan, cfg, experts, fitted[3:])
         with stage("moe.l2"):
-            return _down(h, gh, plan, cfg, experts, fitted[3:])
+            return down(h, gh, plan, cfg, experts, fitted[3:])
 
 
 def received_buffers(rows: int, cfg: MoEConfig, experts: Experts) -> list[Buffer]:
@@ -220,7 +249,7 @@ def _received(
     return Rows(permuted[0], permuted[1]), permuted[2]
 
 
-def _hidden(
+def hidden(
     rows: Rows,
     gx: Tensor,
     plan: RoutingPlan,
@@ -260,7 +289,7 @@ def _alpha(gh: Tensor | None, experts: Experts, scratch: list[Tensor]) -> Tensor
     return torch.mul(experts.gh, experts.g2, out=scratch[-1])
 
 
-def _down(
+def down(
     h: Rows,
     gh: Tensor | None,
     plan: RoutingPlan,
@@ -269,7 +298,9 @@ def _down(
     scratch: list[Tensor],
 ) -> Tensor:
     """o (R, H) bf16, in the memory before the last of ``scratch``."""
-    o = _view(scratch[-2], (h.routed, cfg.hidden), torch.bfloat16)
+    o = scratch[-2]
+    if gh is not None:  # where the sums of L1 were
+        o = _view(o, (h.routed, cfg.hidden), torch.bfloat16)
     alpha = _alpha(gh, experts, scratch)
     options: dict[str, Any] = {"row_scale": gh, "bias": experts.b2, "out": o}
     return grouped_gemm(h, experts.w2, plan.expert_offsets, alpha, **options)
