@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from . import bulk, control, mma, sync, tcgen05, tensormap, tma
+from . import bulk, control, mma, sync, tcgen05, tensormap, tma, warp_mma
 from .checks import UnsupportedInstruction
 
 Handler = Callable[..., Any]
@@ -21,13 +21,14 @@ TABLE: MappingProxyType[str, Handler] = MappingProxyType(
         "cp.async.bulk.prefetch.tensor": bulk.no_effect,
         **tcgen05.HANDLERS,
         **mma.HANDLERS,
+        **warp_mma.HANDLERS,
     }
 )
 _BASES = frozenset(
     (
         "mbarrier", "bar", "barrier", "fence", "membar", "griddepcontrol", "clusterlaunchcontrol",
         "nanosleep", "setmaxnreg", "prefetch", "prefetchu", "applypriority", "discard",
-        "tensormap", "tcgen05",
+        "tensormap", "tcgen05", "mma",
     )
 )  # fmt: skip
 
