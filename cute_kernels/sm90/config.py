@@ -25,9 +25,10 @@ class Sm90Config:
     split_steps 0: a unit of work is all of K. Otherwise it is a chunk of at most so many steps of
     128 k; fp32 partial
                 sums go through global memory and a second kernel adds them in chunk order.
+    warp_tokens N up to which warps multiply with mma.sync (`warp_loop`), instead of wgmma
     burst       k16 steps of wgmma issued back to back (1 or 4). A wgmma holds its warp until its
                 registers are read: 1 decodes in between, 4 lets the other warpgroup decode
-                meanwhile. 0: no wgmma, each warp multiplies with mma.sync (`warp_loop`)
+                meanwhile
     box_rows    routed rows of one TMA box
     epilogue_tokens  tokens (128 bytes each) a warpgroup stages at a time on their way to global
                      memory; without split_k
@@ -40,6 +41,7 @@ class Sm90Config:
     num_stages: int
     ctas_per_sm: int
     split_steps: int = 0
+    warp_tokens: int = 0
     burst: int = 1
     epilogue_tokens: int = 128
     box_rows: int = 8
@@ -106,9 +108,12 @@ class Sm90Config:
         return stages + staging + 1024 + 512
 
 
-# 8 steps: 1024 k, 147 KB of weights for 256 rows; 6 experts of K 7168 or 3072 fill 264 CTAs to 0.95
-DECODE = Sm90Config("decode", 2, (8, 16, 32), 2, 4, 2, split_steps=8, burst=0)
-MIDDLE = Sm90Config("middle", 2, (8, 16, 24, 32, 40, 48), 2, 3, 2, epilogue_tokens=48)
+# 14 steps: 1792 k, 129 KB of weights for 128 rows. 6 experts of K 7168 or 3072 fill 264 CTAs to
+# 0.87 and 0.85
+DECODE = Sm90Config("decode", 1, (8, 16), 2, 8, 2, split_steps=14, warp_tokens=16)
+MIDDLE = Sm90Config(
+    "middle", 2, (8, 16, 24, 32, 40, 48), 2, 3, 2, warp_tokens=24, epilogue_tokens=48
+)
 PREFILL = Sm90Config("prefill", 1, tuple(range(16, 257, 16)), 1, 5, 1, burst=4, box_rows=32)
 
 
@@ -125,8 +130,9 @@ def chunk_steps(k: int, config: Sm90Config) -> int:
 def choose_config(num_rows: int, num_experts: int, batch_invariant: bool = False) -> Sm90Config:
     """From shapes alone: few rows per expert stream weights, many feed the tensor cores.
 
-    MIDDLE and PREFILL add all of K into one accumulator in the same order, so their bits are equal;
-    DECODE adds sums of chunks. ``batch_invariant`` leaves DECODE out.
+    MIDDLE and PREFILL add all of K into one accumulator in the same order, so their bits are equal
+    (those of mma.sync and wgmma too, see README.md); DECODE adds sums of chunks.
+    ``batch_invariant`` leaves DECODE out.
     """
     if 2 * num_rows <= num_experts and not batch_invariant:
         return DECODE

@@ -105,11 +105,12 @@ class Sm90GroupedGemm:
                     max_tokens x 64 bf16 per k64 (TMA boxes of box_rows rows; only those that hold
                     real rows are loaded)
     Pipelines       ab_full[stage]: 1 arrival (producer, with the bytes) and those of the load's
-                    warps; ab_empty[stage]: 8 (one per consumer warp); tile_full[slot]: 1
+                    warps; ab_empty[stage]: 256 (every consumer thread); tile_full[slot]: 1
                     (producer); tile_empty[slot]: 8 and one per warp of the load
-    Main loop       per block of 64 x 64: start its wgmma, wait until those of the block before are
-                    done, load 16 + 8 bytes of the next block and decode them into the fragment that
-                    is free now. A stage is released as soon as its last block is known to be done.
+    Main loop       few tokens: `warp_loop`. More: per block of 64 x 64, start its wgmma, wait
+                    until those of the block before are done, load 16 + 8 bytes of the next block
+                    and decode them into the fragment that is free now. A stage is released as
+                    soon as its last block is known to be done.
     Split K         partial sums, then `finish.Combine` in the same launch
     Limits          K a multiple of 16, output features a multiple of 8, sm_90a.
     """
@@ -118,7 +119,6 @@ class Sm90GroupedGemm:
     epilogue: StoreRows
     config: Sm90Config
     tile_slots = TILE_SLOTS
-    release_lanes = 1  # of a warp, see release
 
     @property
     def name(self) -> str:
@@ -181,9 +181,7 @@ class Sm90GroupedGemm:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.config.num_stages):
                     cute.arch.mbarrier_init(shared.ab_full + s, 1 + self.load.arrivals)
-                    cute.arch.mbarrier_init(
-                        shared.ab_empty + s, CONSUMER_WARPS * self.release_lanes
-                    )
+                    cute.arch.mbarrier_init(shared.ab_empty + s, 32 * CONSUMER_WARPS)
                 for s in cutlass.range_constexpr(TILE_SLOTS):
                     cute.arch.mbarrier_init(shared.tile_full + s, 1)
                     cute.arch.mbarrier_init(shared.tile_empty + s, CONSUMER_WARPS + self.load.warps)
@@ -344,7 +342,6 @@ class Sm90GroupedGemm:
         c = self.config
         lane = cute.arch.lane_idx()
         finish = make_finish(self)
-        mainloop = self.mainloop if cutlass.const_expr(c.burst > 0) else WarpLoop(self)
         stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         more = cutlass.Boolean(True)
         while more:
@@ -356,7 +353,9 @@ class Sm90GroupedGemm:
                 low = 0
                 for n in c.token_sizes:
                     if rows > low and rows <= n:
-                        accs, stage, phase = mainloop(n, opaque(tidx), steps, stage, phase, shared)
+                        accs, stage, phase = self.mainloop(
+                            n, opaque(tidx), steps, stage, phase, shared
+                        )
                         # read the tile and the thread index anew: what follows from them must not
                         # be computed before the main loop and kept in registers through it (ptxas
                         # then serialises the wgmma, its note C7512)
@@ -380,8 +379,14 @@ class Sm90GroupedGemm:
                 slot = Int32(0)
                 slot_phase ^= 1
 
+    def mainloop(self, n: int, *state: Any) -> Any:
+        """The main loop for n tokens: steps k128 of one tile. Returns (one accumulator per 128
+        weight rows, stage, phase)."""
+        few = n <= self.config.warp_tokens
+        return (WarpLoop(self) if few else self.wgmma_loop)(n, *state)
+
     @cute.jit
-    def mainloop(
+    def wgmma_loop(
         self,
         n: cutlass.Constexpr,
         tidx: Int32,
@@ -390,7 +395,6 @@ class Sm90GroupedGemm:
         phase: Int32,
         shared: Any,
     ):
-        """steps k128 of one tile. Returns (one accumulator per 128 weight rows, stage, phase)."""
         c = self.config
         stage = cute.arch.make_warp_uniform(stage)
         mma = sm90_utils.make_trivial_tiled_mma(
@@ -469,7 +473,9 @@ class Sm90GroupedGemm:
     @cute.jit
     def wait_full(self, shared: Any, stage: Int32, phase: Int32):
         cute.arch.mbarrier_wait(shared.ab_full + stage, phase)
-        if cutlass.const_expr(self.load.arrivals > 0 and self.config.burst > 0):
+        if cutlass.const_expr(
+            self.load.arrivals > 0 and self.config.max_tokens > self.config.warp_tokens
+        ):
             # rows came through the generic proxy, wgmma reads through the async one
             cute.arch.fence_view_async_shared()
 
@@ -520,9 +526,7 @@ class Sm90GroupedGemm:
             at += self.config.num_stages
         return at
 
-    @cute.jit
-    def release(self, stage: Int32, shared: Any):
-        """One lane of each warp gives the stage back."""
-        cute.arch.sync_warp()  # orders the reads of all lanes before the arrival of one
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(shared.ab_empty + stage)
+    def release(self, stage: Int32, shared: Any) -> None:
+        """Every lane gives the stage back for itself: no slower than one lane behind a warp
+        barrier, and a race checker, which does not see that barrier, can follow."""
+        cute.arch.mbarrier_arrive(shared.ab_empty + stage)

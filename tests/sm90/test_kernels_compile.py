@@ -57,12 +57,11 @@ def opcodes(cubin: bytes) -> list[int]:
 
 def check_multiplications(config: configs.Sm90Config, ptx: str, code: list[int]) -> None:
     """The instructions of every inlined main loop, and none that ptxas adds when it gives up."""
-    blocks, sizes = 2 * config.row_tiles, config.token_sizes
-    if config.burst == 0:
-        assert code.count(HMMA) == sum(blocks * 4 * n // 8 for n in sizes)
-        assert code.count(HGMMA) == 0 and "mma.sync.aligned.m16n8k16" in ptx
-        return
-    assert code.count(HMMA) == 0
+    blocks = 2 * config.row_tiles
+    warp = [n for n in config.token_sizes if n <= config.warp_tokens]
+    sizes = config.token_sizes[len(warp) :]
+    assert code.count(HMMA) == sum(blocks * 4 * n // 8 for n in warp)
+    assert ("mma.sync.aligned.m16n8k16" in ptx) == bool(warp)
     assert code.count(HGMMA) == len(sizes) * blocks * 4
     for n in sizes:
         # A from registers: the second operand is a list of four, not a descriptor
@@ -89,7 +88,7 @@ def test_code(config: configs.Sm90Config, epilogue: str, gathered: bool) -> None
     assert ("cp.async.cg.shared.global" in dump.ptx) == gathered
     # rows written by cp.async and read by wgmma: a proxy fence behind every wait for them
     fenced = "fence.proxy.async.shared::cta" in dump.ptx
-    assert fenced == (gathered and config.burst > 0)
+    assert fenced == (gathered and config.max_tokens > config.warp_tokens)
     code = opcodes(dump.cubin)
     check_multiplications(config, dump.ptx, code)
     assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"
@@ -100,9 +99,9 @@ def test_code(config: configs.Sm90Config, epilogue: str, gathered: bool) -> None
 def test_other_epilogues_compile(config: configs.Sm90Config, epilogue: str) -> None:
     # smallest and largest instance: the inlined main loops in between differ in N alone
     config = dataclasses.replace(config, token_sizes=(config.token_step, config.max_tokens))
-    code = opcodes(compiler.dump(gemm(config, epilogue, epilogue != "relu2"), "sm_90a").cubin)
-    instances = sum(n // 8 for n in config.token_sizes) if config.burst == 0 else 2
-    assert code.count(HMMA if config.burst == 0 else HGMMA) == 8 * config.row_tiles * instances
+    dump = compiler.dump(gemm(config, epilogue, epilogue != "relu2"), "sm_90a")
+    code = opcodes(dump.cubin)
+    check_multiplications(config, dump.ptx, code)
     assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"
 
 
@@ -128,9 +127,9 @@ def test_config_refuses_what_cannot_launch() -> None:
 
 
 def test_chunks_depend_on_k_alone() -> None:
-    assert configs.chunk_steps(7168, configs.DECODE) == 8
-    assert configs.chunk_steps(3072, configs.DECODE) == 8
-    assert configs.chunk_steps(2880, configs.DECODE) == 8
+    assert configs.chunk_steps(7168, configs.DECODE) == 14
+    assert configs.chunk_steps(3072, configs.DECODE) == 12
+    assert configs.chunk_steps(2880, configs.DECODE) == 12
     assert configs.chunk_steps(7168, configs.PREFILL) == 56
     assert configs.choose_config(6, 48) is configs.DECODE
     assert configs.choose_config(384, 48) is configs.MIDDLE
