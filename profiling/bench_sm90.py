@@ -1,22 +1,26 @@
-"""NVFP4 x bf16 grouped GEMM on Hopper against torch's bf16 one, with the roofs measured in the same
-run.
+"""NVFP4 x bf16 grouped GEMM on Hopper against its peers, with the roofs measured in the same run.
 
-    python -m profiling.bench_sm90 [--cases L1,L2] [--rows 6,384,...] [--json out.json]
+    python -m profiling.bench_sm90 [--cases L1 L2] [--rows 6 384 ...] [--peers "torch bf16" humming]
+                                   [--json out.json] [--png out.png]
+    python -m profiling.bench_sm90 --draw out.json --png out.png       # without a GPU
 
-Method: every method of a case is captured into one CUDA graph of several launches whose inputs
-differ (other experts or other rows; together they exceed the L2), the graphs are replayed in turn,
-and the median over replays counts. Copy rate: bytes read plus written by a large element-wise copy
-(2 GiB each way). Dense rate: an 8192^3 bf16 product.
+Method: `profiling.timing`: every contestant is one CUDA graph of several calls whose inputs differ
+(other experts or other rows; together they exceed the L2), the graphs are replayed in turn, the
+median counts. Copy rate: bytes read plus written by a large element-wise copy (2 GiB each way).
+Dense rate: an 8192^3 bf16 product, cool before the first case and, where the power limit lowers the
+clocks, once more among the contestants of the case. Goals: `profiling.layer_gpu.gemm_goal`. A peer
+that cannot take part is named with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-import statistics
 import sys
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +29,13 @@ from cute_kernels.activations import SwiGLU
 from cute_kernels.sm90 import host
 from cute_kernels.sm90.config import Sm90Config, choose_config
 from cute_kernels.sm90.weights import Sm90Weight, blob_shape
+from profiling import pictures
+from profiling.layer_gpu import gemm_goal
+from profiling.peers_sm90 import PEERS, Unavailable
+from profiling.timing import Op, Race, Roofs, measured_roofs
 
 ROWS = (6, 48, 96, 384, 1536, 6144, 24576)
-Method = Callable[[int], object]  # launch with the inputs of one rotation
+Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,164 +80,175 @@ def random_weight(case: Case, gated: bool) -> Sm90Weight:
     return Sm90Weight(blob, alpha, case.rows, case.k, gated)
 
 
-class Timer:
-    """Graphs of `launches` calls each, replayed in turn."""
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Rotating inputs of a case: rows and expert offsets, one of each per call of a graph."""
 
-    def __init__(self, launches: int, replays: int) -> None:
-        self.launches, self.replays = launches, replays
-        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    xs: list[Tensor]
+    offsets: list[Tensor]
+    active: float  # experts with rows, mean
 
-    def add(self, name: str, method: Method) -> None:
-        method(0)  # compile and load outside of the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(self.launches):
-                method(i)
-        self.graphs[name] = graph
-
-    def run(self) -> dict[str, float]:
-        """Median microseconds of one launch."""
-        times: dict[str, list[float]] = {name: [] for name in self.graphs}
-        for _ in range(self.replays + 1):
-            for name, graph in self.graphs.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times[name].append(start.elapsed_time(end) * 1e3 / self.launches)
-        return {name: statistics.median(t[1:]) for name, t in times.items()}
+    @classmethod
+    def make(cls, case: Case, num_rows: int) -> Inputs:
+        generator = torch.Generator().manual_seed(num_rows)
+        calls = range(8 if num_rows <= 1536 else 4)
+        counts = [random_counts(num_rows, case.experts, generator) for _ in calls]
+        xs = [torch.randn(num_rows, case.k, device="cuda").bfloat16() for _ in calls]
+        active = sum(int((c > 0).sum()) for c in counts) / len(counts)
+        return cls(xs, [offsets_of(c).cuda() for c in counts], active)
 
 
-def roofs() -> tuple[float, float]:
-    """(copy bytes/s read + written, dense bf16 FLOP/s) of this GPU now."""
-    a = torch.randn(1 << 29, device="cuda")
-    b = torch.empty_like(a)
-    m = [torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2)]
-    timer = Timer(4, 7)
-    timer.add("copy", lambda i: torch.add(a, 1, out=b))
-    timer.add("dense", lambda i: torch.mm(*m))
-    t = timer.run()
-    return 8 * a.numel() / t["copy"] * 1e6, 2 * 8192**3 / t["dense"] * 1e6
+def ours(
+    case: Case, inputs: Inputs, weight: Sm90Weight, config: Sm90Config | None = None
+) -> list[Op]:
+    """Our kernel on every input; ``config`` None: the one it chooses."""
+    num_rows = inputs.xs[0].shape[0]
+    config = config or choose_config(num_rows, case.experts)
+    sizes = host.scratch_sizes(case.rows, case.k, num_rows, config)
+    scratch = host.Sm90Scratch.for_calls("cuda", *sizes)
+    shape = (num_rows, case.rows // (2 if weight.gated else 1))
+    out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    activation = SwiGLU() if weight.gated else None
+
+    def run(x: Tensor, offsets: Tensor) -> Tensor:
+        return host.sm90_grouped_gemm(
+            x, weight, offsets, activation=activation, config=config, scratch=scratch, out=out
+        )
+
+    return [functools.partial(run, x, o) for x, o in zip(inputs.xs, inputs.offsets)]
 
 
 def bench_case(
     case: Case,
     num_rows: int,
-    configs: dict[str, Sm90Config | None],
-    with_torch: bool,
-    gated: bool,
     weight: Sm90Weight,
-    dense: Tensor | None,
-) -> dict[str, object]:
-    """Times of every method, in microseconds."""
-    generator = torch.Generator().manual_seed(num_rows)
-    launches = 8 if num_rows <= 1536 else 4
-    counts = [random_counts(num_rows, case.experts, generator) for _ in range(launches)]
-    offsets = [offsets_of(c).cuda() for c in counts]
-    xs = [torch.randn(num_rows, case.k, device="cuda").bfloat16() for _ in range(launches)]
-    activation = SwiGLU() if gated else None
-    timer = Timer(launches, 15 if num_rows <= 1536 else 9)
-    keep = []
+    configs: dict[str, Sm90Config | None],
+    peers: list[str],
+) -> Result:
+    """Times of every contestant, in microseconds of one call, and what was left out and why."""
+    inputs = Inputs.make(case, num_rows)
+    race = Race(torch.device("cuda"), rounds=15 if num_rows <= 1536 else 9)
+    missing = {}
     for name, config in configs.items():
-        config = config or choose_config(num_rows, case.experts)
-        sizes = host.scratch_sizes(case.rows, case.k, num_rows, config)
-        scratch = host.Sm90Scratch.for_calls("cuda", *sizes)
-        out = torch.empty(
-            num_rows, case.rows // (2 if gated else 1), device="cuda", dtype=torch.bfloat16
-        )
-        keep.append((scratch, out))
-
-        def ours(i: int, config=config, scratch=scratch, out=out) -> None:
-            host.sm90_grouped_gemm(
-                xs[i],
-                weight,
-                offsets[i],
-                activation=activation,
-                config=config,
-                scratch=scratch,
-                out=out,
-            )
-
-        timer.add(name, ours)
-    if with_torch and dense is not None:
-        ends = [o[1:].contiguous() for o in offsets]
-        timer.add("torch", lambda i: torch._grouped_mm(xs[i], dense, offs=ends[i]))
-    if (
-        num_rows >= 6144
-    ):  # the dense rate a hot GPU reaches: the power limit lowers clocks in long runs
+        race.add(name, ours(case, inputs, weight, config))
+    for name in peers:
+        try:
+            shape = (case.experts, case.rows, case.k)
+            race.add(name, PEERS[name](shape, inputs.xs, inputs.offsets))
+        except Exception as error:  # whatever a peer raises must not stop the others
+            why = str(error) if isinstance(error, Unavailable) else repr(error)
+            missing[name] = " ".join(why.split())[:300]
+    if num_rows >= 6144:
         square = [torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2)]
-        timer.add("dense", lambda i: torch.mm(*square))
-    times = timer.run()
-    active = sum(int((c > 0).sum()) for c in counts) / launches
-    weight_bytes = active * case.rows * case.k * 9 / 16
-    flop = 2.0 * num_rows * case.rows * case.k
+        race.add("dense", [lambda: torch.mm(*square)] * 2)
+    times = {name: t.as_json() for name, t in race.run().items()}
     hot = times.pop("dense", None)
     return {
         "case": case.name,
+        "k": case.k,
+        "n": case.rows,
         "rows": num_rows,
-        "active_experts": active,
-        "weight_bytes": weight_bytes,
-        "flop": flop,
-        "us": times,
-        "hot_dense": hot and 2 * 8192**3 / hot * 1e6,
+        "active_experts": inputs.active,
+        "weight_bytes": inputs.active * case.rows * case.k * 9 / 16,
+        "flop": 2.0 * num_rows * case.rows * case.k,
+        "times": times,
+        "missing": missing,
+        "hot_dense": hot and 2 * 8192**3 / hot["us"] * 1e6,
     }
 
 
-def report(results: list[dict], copy: float, dense: float, write: Callable[[str], object]) -> None:
-    write(f"copy {copy / 1e9:.0f} GB/s, dense bf16 {dense / 1e12:.0f} TFLOP/s\n")
-    for r in results:
-        write(f"{r['case']} rows {r['rows']:6d} experts {r['active_experts']:5.1f}")
-        roof = r["hot_dense"] or dense
-        for name, us in r["us"].items():
-            speed, rate = r["weight_bytes"] / us * 1e6, r["flop"] / us * 1e6
-            write(
-                f" | {name} {us:8.1f} us {speed / 1e9:5.0f} GB/s {rate / 1e12:5.0f} TF "
-                f"({speed / copy:.2f} copy, {rate / roof:.2f} dense)"
-            )
-        write(f" | dense here {roof / 1e12:.0f} TF\n" if r["hot_dense"] else "\n")
+def goal_us(result: Result, roofs: Roofs) -> float:
+    """Microseconds of the goal (`layer_gpu.gemm_goal`), with the dense rate of the case itself."""
+    here = Roofs(roofs.copy, result["hot_dense"] or roofs.dense)
+    return gemm_goal(result["rows"], result["active_experts"], result["n"], result["k"], here)[0]
 
 
-def main(argv: list[str] | None = None) -> None:
+def report(result: Result, roofs: Roofs) -> str:
+    """One line per contestant."""
+    roof = result["hot_dense"] or roofs.dense
+    lines = [
+        f"{result['case']} rows {result['rows']} experts {result['active_experts']:.1f} goal "
+        f"{goal_us(result, roofs):.1f} us" + f", dense here {roof / 1e12:.0f} TFLOP/s"
+    ]
+    for name, times in result["times"].items():
+        us = times["us"]
+        speed, rate = result["weight_bytes"] / us * 1e6, result["flop"] / us * 1e6
+        lines.append(
+            f"  {name:14s} {us:8.1f} us  {speed / 1e9:5.0f} GB/s of FP4 weights "
+            f"({speed / roofs.copy:.2f} copy)  {rate / 1e12:5.0f} TFLOP/s ({rate / roof:.2f} dense)"
+        )
+    lines += [f"  {name:14s} not run: {why}" for name, why in result["missing"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Time over rows, one panel per GEMM: contestants and goal."""
+    plt = pictures.pyplot()
+    cases = list(dict.fromkeys(r["case"] for r in found["results"]))
+    figure, panels = plt.subplots(1, len(cases), figsize=(6.5 * len(cases), 5), squeeze=False)
+    for axes, case in zip(panels[0], cases):
+        results = [r for r in found["results"] if r["case"] == case]
+        names = dict.fromkeys(name for r in results for name in r["times"])
+        for name, marker in zip(names, pictures.MARKERS):
+            points = [(r["rows"], r["times"][name]["us"]) for r in results if name in r["times"]]
+            axes.plot(*zip(*points), marker=marker, label=name)
+        roofs = Roofs(found["copy"], found["dense"])
+        goals = [(r["rows"], goal_us(r, roofs)) for r in results]
+        axes.plot(*zip(*goals), "k--", label="goal (from rates of this run)")
+        axes.set(xscale="log", yscale="log", xlabel="routed rows, 48 experts", ylabel="us")
+        axes.set_title(f"{case}: {results[0]['k']} x {results[0]['n']}")
+        axes.grid(True, which="both", alpha=0.3)
+        axes.legend()
+    figure.suptitle(
+        f"{found['gpu']}: copy {found['copy'] / 1e12:.2f} TB/s, dense bf16 "
+        f"{found['dense'] / 1e12:.0f} TFLOP/s"
+    )
+    pictures.save(figure, path)
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default="L1,L2")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--activation", action="store_true", help="L1 with SwiGLU in the epilogue")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    parser.add_argument("--draw", type=Path, help="a JSON file of an earlier run: only draw it")
     options = parser.parse_args(argv)
-    copy, dense_rate = roofs()
-    results = []
-    for name in options.cases.split(","):
+    if options.draw:
+        draw(json.loads(options.draw.read_text()), options.png or options.draw.with_suffix(".png"))
+        return 0
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.stderr.write("bench_sm90 needs a Hopper GPU (compute capability 9.0)\n")
+        return 1
+    roofs = measured_roofs(torch.device("cuda"))
+    sys.stdout.write(
+        f"copy {roofs.copy / 1e9:.0f} GB/s, dense bf16 {roofs.dense / 1e12:.0f} TFLOP/s\n"
+    )
+    found: dict[str, Any] = {
+        **dataclasses.asdict(roofs),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "activation": options.activation,
+        "results": [],
+    }
+    for name in options.cases:
         case = CASES[name]
-        gated = options.activation and name == "L1"
-        weight = random_weight(case, gated)
-        dense = None
-        if not options.no_torch:
-            dense = torch.randn(
-                case.experts, case.rows, case.k, device="cuda", dtype=torch.bfloat16
-            ).transpose(1, 2)
-        for rows in map(int, options.rows.split(",")):
-            results.append(
-                bench_case(case, rows, {"ours": None}, dense is not None, gated, weight, dense)
-            )
-            report(results[-1:], copy, dense_rate, sys.stdout.write)
+        weight = random_weight(case, options.activation and name == "L1")
+        for rows in options.rows:
+            result = bench_case(case, rows, weight, {"ours": None}, options.peers)
+            found["results"].append(result)
+            sys.stdout.write(report(result, roofs))
             sys.stdout.flush()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {
-                    "copy": copy,
-                    "dense": dense_rate,
-                    "gpu": torch.cuda.get_device_name(),
-                    "results": results,
-                },
-                file,
-            )
+            if options.json:  # after every case: a run that is cut short leaves what it has
+                options.json.write_text(json.dumps(found, indent=1))
+    if options.png:
+        draw(found, options.png)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
