@@ -388,7 +388,8 @@ def test_nothing_waits_and_nothing_compiles_after_warmup(qwen: MoE) -> None:
 
 def inputs_of(cfg: MoEConfig, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(count, cfg.hidden, device=CUDA).to(dtype)
-    ids = torch.arange(count * cfg.top_k, device=CUDA).reshape(count, -1) % cfg.num_experts
+    ids = torch.arange(count * cfg.top_k, device=CUDA).reshape(count, cfg.top_k)
+    ids = ids % cfg.num_experts
     return x, ids.int(), torch.ones(count, cfg.top_k, device=CUDA)
 
 
