@@ -53,6 +53,14 @@ class PackedExperts(NamedTuple):
     def num_experts(self) -> int:
         return self.l1.num_experts
 
+    @property
+    def hidden(self) -> int:
+        return self.l2.rows
+
+    @property
+    def device(self) -> torch.device:
+        return self.l1.device
+
 
 def _sizes(cfg: MoEConfig) -> dict[str, tuple[int, int, bool]]:
     """(rows, K, gated) of both projections."""
@@ -165,11 +173,11 @@ def configuration(num_tokens: int, cfg: MoEConfig, numerics: Numerics) -> str:
 
 
 def scratch_buffers(
-    num_tokens: int, cfg: MoEConfig, experts: PackedExperts, numerics: Numerics
+    rows: int, config: str, cfg: MoEConfig, experts: PackedExperts, numerics: Numerics
 ) -> list[Buffer]:
-    """Scratch of one call. ``x_rows`` is read by L1 and then holds the result of L2."""
-    rows = num_tokens * cfg.top_k if experts.num_experts else 0
-    config = configuration(num_tokens, cfg, numerics)
+    """Scratch of one call with ``rows`` routed rows. ``x_rows`` is read by L1 and then holds the
+    result of L2."""
+    rows = rows if experts.num_experts else 0
     counters, partial = 0, 0
     for weight in (experts.l1, experts.l2) if rows else ():
         need = sm90_ops.gemm_scratch(rows, weight, config)
@@ -204,7 +212,29 @@ def plan_memory(max_tokens: int, cfg: MoEConfig, experts: PackedExperts, numeric
     """Bytes of the largest call with up to ``max_tokens`` tokens: a split K needs partial sums, so
     that it may be a smaller one."""
     counts = last_of_each_configuration(max_tokens, cfg, numerics)
-    return max((total_bytes(scratch_buffers(t, cfg, experts, numerics)) for t in counts), default=0)
+    buffers = [_buffers_of_call(t, cfg, experts, numerics) for t in counts]
+    return max(map(total_bytes, buffers), default=0)
+
+
+def _buffers_of_call(
+    num_tokens: int, cfg: MoEConfig, experts: PackedExperts, numerics: Numerics
+) -> list[Buffer]:
+    config = configuration(num_tokens, cfg, numerics)
+    return scratch_buffers(num_tokens * cfg.top_k, config, cfg, experts, numerics)
+
+
+def received_buffers(
+    rows: int, cfg: MoEConfig, experts: PackedExperts, numerics: Numerics
+) -> list[Buffer]:
+    """Scratch of `run_received` for at most ``rows`` local rows."""
+    config = _received_configuration(rows, experts)
+    return scratch_buffers(rows, config, cfg, experts, numerics)
+
+
+def _received_configuration(rows: int, experts: PackedExperts) -> str:
+    """One of those that sum in the same order: the bits do not depend on how experts are spread
+    over ranks, and more rows never need less scratch."""
+    return sm90_ops.config_name(rows, experts.num_experts, batch_invariant=True)
 
 
 def warmup(run: Run, max_tokens: int, cfg: MoEConfig, numerics: Numerics, like: Tensor) -> None:
@@ -247,7 +277,8 @@ def run_sm90(
     if count == 0 or experts.num_experts == 0:
         y = torch.zeros((count, cfg.hidden), dtype=torch.float32, device=x.device)
         return (y if shared is None else y + shared.float()).to(dtype)
-    scratch = _allocate(count, x.device, cfg, experts, numerics, workspace)
+    tensors = allocate(_buffers_of_call(count, cfg, experts, numerics), x.device, workspace)
+    scratch = _scratch(configuration(count, cfg, numerics), numerics, tensors)
     mix = topk_weights.float()
     with stage("moe.route"):
         local = (experts.first_expert, experts.num_experts)
@@ -255,7 +286,8 @@ def run_sm90(
     gathered = None  # rows of x that L1 reads by itself
     with stage("moe.quantize"):
         if isinstance(x, Nvfp4Tensor):
-            _stage_received(x, plan, scratch)
+            gx = x.global_scale.expand(count)
+            _stage_received(nvfp4.decode(x, torch.bfloat16), gx, plan, scratch)
         elif _reads_tokens(x, cfg, numerics) and sm90_ops.gathers_well(scratch.sums.config):
             gathered = x
         else:
@@ -282,28 +314,30 @@ def _reads_tokens(x: Tensor, cfg: MoEConfig, numerics: Numerics) -> bool:
 
 
 def run_received(
-    x: Nvfp4Tensor,
+    values: Tensor,
+    gx: Tensor,
     plan: RoutingPlan,
-    cfg: MoEConfig,
     experts: PackedExperts,
     numerics: Numerics,
+    tensors: list[Tensor],
 ) -> Tensor:
-    """The experts on N tokens that came quantised (scales in ROW_MAJOR), whose rows ``plan`` names
-    -> o (R, H) bf16, R = N * K; rows past expert_offsets[E] are unspecified.
+    """The experts on N tokens that came as they are multiplied: values bf16 (N, H), outer scales gx
+    fp32 (N,) -> o (R, H) bf16 for the rows of ``plan``; rows past expert_offsets[E] are
+    unspecified. ``tensors``: `received_buffers` for R rows.
     """
-    scratch = _allocate(plan.num_tokens, x.device, cfg, experts, numerics, None)
+    config = _received_configuration(plan.row_token.shape[0], experts)
+    scratch = _scratch(config, numerics, tensors)
     with stage("moe.quantize"):
-        _stage_received(x, plan, scratch)
+        _stage_received(values, gx, plan, scratch)
     return _expert_rows(plan, experts, scratch)
 
 
-def _stage_received(x: Nvfp4Tensor, plan: RoutingPlan, scratch: Scratch) -> None:
+def _stage_received(values: Tensor, gx: Tensor, plan: RoutingPlan, scratch: Scratch) -> None:
     """Values and outer scales of tokens that are quantised already, expert-major."""
-    assert scratch.gx is not None  # the layer takes such tokens with activations "nvfp4" only
-    values = nvfp4.decode(x, torch.bfloat16)
-    sm90_ops.stage_rows(values, plan.expert_offsets, scratch.x_rows, None, row_token=plan.row_token)
-    token = plan.row_token.clamp(min=0).long()
-    torch.index_select(x.global_scale.expand(x.shape[0]), 0, token, out=scratch.gx)
+    token = plan.row_token
+    sm90_ops.stage_rows(values, plan.expert_offsets, scratch.x_rows, None, row_token=token)
+    if scratch.gx is not None:
+        torch.index_select(gx, 0, token.clamp(min=0).long(), out=scratch.gx)
 
 
 def _expert_rows(
@@ -332,17 +366,9 @@ def _expert_rows(
     return o
 
 
-def _allocate(
-    num_tokens: int,
-    device: torch.device,
-    cfg: MoEConfig,
-    experts: PackedExperts,
-    numerics: Numerics,
-    workspace: Workspace | None,
-) -> Scratch:
-    buffers = scratch_buffers(num_tokens, cfg, experts, numerics)
-    counters, partial, x_rows, gx, h, h_rows, gh = allocate(buffers, device, workspace)
-    sums = Sums(configuration(num_tokens, cfg, numerics), counters, partial)
+def _scratch(config: str, numerics: Numerics, tensors: list[Tensor]) -> Scratch:
+    counters, partial, x_rows, gx, h, h_rows, gh = tensors
+    sums = Sums(config, counters, partial)
     if numerics.activations == "bf16":
         return Scratch(sums, x_rows, None, None, h_rows, None)
     return Scratch(sums, x_rows, gx, h, h_rows, gh)

@@ -64,8 +64,8 @@ class MoE(nn.Module):
                       their tokens, in an order that is not fixed; fewer bytes, and with three slots
                       or more the last bits of y may differ from call to call
     batch_invariant   True: a token has the same bits in any batch, whatever it costs. "sm90" sums
-                      in another order for few rows than for many unless this pins one; "torch" on a
-                      GPU refuses; the other backends do so anyway
+                      in another order for very few rows unless this pins one (over ranks it always
+                      does); "torch" on a GPU refuses; the other backends do so anyway
     parallel          `ExpertParallel`: this rank's experts of all ranks; None: one process owns
                       every expert it computes
     workspace         `Workspace` that several layers share, or None: scratch per call
@@ -116,13 +116,6 @@ class MoE(nn.Module):
                     f"deterministic=False needs one of the backends {KERNEL_BACKENDS} in one "
                     f"process: backend {self.backend!r} has no other order of sums to offer"
                 )
-            if self.backend == "sm90" and parallel is not None:
-                if backend != "auto":
-                    raise ValueError(
-                        "backend 'sm90' keeps its weights packed, which tokens of other ranks do "
-                        "not reach yet: with parallel use backend='torch'"
-                    )
-                self.backend = "torch"
             if self.backend in KERNEL_BACKENDS and activations != "nvfp4":
                 raise ValueError(
                     f"backend {self.backend!r} multiplies NVFP4 by NVFP4: activations must be "
@@ -154,7 +147,7 @@ class MoE(nn.Module):
         for name, tensor in zip(_ROUTER_FIELDS, router):
             self.register_buffer(name, None if tensor is None else tensor.detach())
 
-    def _local(self, weights: ExpertWeights) -> LocalExperts:
+    def _local(self, weights: ExpertWeights | kernels_sm90.PackedExperts) -> LocalExperts:
         return LocalExperts(self.cfg, weights, self.numerics, self.backend)
 
     @property
@@ -371,7 +364,8 @@ class MoE(nn.Module):
 
     def _call(self, parallel: ExpertParallel) -> ExchangeCall | ReducedCall | None:
         """What runs over the ranks; None where a rank computes its part alone."""
-        local, mode = self._local(self.weights), parallel.mode
+        weights = self._packed_experts() if self.backend == "sm90" else self.weights
+        local, mode = self._local(weights), parallel.mode
         if isinstance(mode, Exchange):
             return ExchangeCall(parallel, self._number, local, mode, self.workspace)
         return ReducedCall(parallel, local, self.workspace) if mode.reduce else None

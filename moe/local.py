@@ -4,8 +4,10 @@ share with `moe.exchange`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,10 @@ from torch import Tensor
 from cute_kernels import nvfp4, ops
 from cute_kernels.gemm_ops import kernels_on
 from cute_kernels.nvfp4 import BLOCK, Nvfp4Tensor
-from moe import experts, kernels, reference
+from moe import experts, kernels, kernels_sm90, reference
 from moe.config import MoEConfig
 from moe.experts import Numerics, row_buffers
+from moe.kernels_sm90 import PackedExperts
 from moe.plan import RoutingPlan, make_plan
 from moe.reference import Tokens
 from moe.weights import ExpertWeights
@@ -49,13 +52,17 @@ class LocalExperts:
     where the backend is batch-invariant (all but "torch" on CUDA)."""
 
     cfg: MoEConfig
-    weights: ExpertWeights
+    weights: ExpertWeights | PackedExperts  # the latter: backend "sm90"
     numerics: Numerics
     backend: str
 
     @property
     def on_kernels(self) -> bool:
-        return self.backend in kernels.KERNEL_BACKENDS
+        return self.backend in (*kernels.KERNEL_BACKENDS, "sm90")
+
+    def _kernels_on(self, device: torch.device) -> Any:
+        """Where kernels run; those of "sm90" have no simulator."""
+        return contextlib.nullcontext() if self.backend == "sm90" else kernels_on(device)
 
     def stage(
         self,
@@ -80,7 +87,7 @@ class LocalExperts:
         mode, weighted = self.numerics.activation_scale, x
         if weight is not None and not (self.on_kernels and mode != "per_tensor"):
             weighted = x.float() * weight[:, None]
-        g = reference.input_scale(weighted, topk_ids, cfg, self.weights, mode)
+        g = reference.input_scale(weighted, topk_ids, cfg, self.weights, mode)  # type: ignore[arg-type]
         if mode == "per_tensor":
             assert isinstance(g, Tensor)
             g = over_ranks(g)
@@ -89,7 +96,7 @@ class LocalExperts:
             gx = q.global_scale.expand(x.shape[0]).contiguous()
             return TokenRows(q.data, q.scale.view(torch.uint8), gx)
         assert isinstance(g, str | Tensor)
-        with kernels_on(x.device):
+        with self._kernels_on(x.device):
             # one "expert" that owns every row: its grouped scales are the plain swizzle
             offsets = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
             data, scale, gx = ops.quantize_rows(x, offsets, None, g, weight)
@@ -99,7 +106,7 @@ class LocalExperts:
         """The local rows of ids (N, K), of which there are at most ``rows``."""
         w = self.weights
         if self.on_kernels and w.num_experts and topk_ids.numel():
-            with kernels_on(topk_ids.device):
+            with self._kernels_on(topk_ids.device):
                 sorted_rows = ops.sort_routes(
                     topk_ids, topk_weights, self.cfg.num_experts, w.first_expert, w.num_experts
                 )
@@ -116,6 +123,8 @@ class LocalExperts:
         """Scratch of `rows` for that many rows."""
         if not self.weights.num_experts:
             return []
+        if isinstance(self.weights, PackedExperts):
+            return kernels_sm90.received_buffers(rows, self.cfg, self.weights, self.numerics)
         if self.on_kernels:
             return kernels.received_buffers(rows, self.cfg, kernels.Experts.of(self.weights))
         if self.backend != "torch":
@@ -131,6 +140,9 @@ class LocalExperts:
             return torch.zeros(
                 (count, weights.hidden), dtype=torch.bfloat16, device=tokens.data.device
             )
+        if isinstance(weights, PackedExperts):
+            values, gx = tokens.decode(torch.bfloat16)
+            return kernels_sm90.run_received(values, gx, plan, weights, self.numerics, scratch)
         if self.on_kernels:
             assert tokens.scale is not None and tokens.gx is not None  # these are W4A4 only
             received = (tokens.data, tokens.scale, tokens.gx)
@@ -155,7 +167,7 @@ class LocalExperts:
         """
         if self.on_kernels:
             weights = None if topk_weights is None else topk_weights.float()
-            with kernels_on(rows.device):
+            with self._kernels_on(rows.device):
                 return ops.combine(rows, token_rows, weights, shared, dtype)
         if topk_weights is None:
             topk_weights = torch.ones(token_rows.shape, device=rows.device)
