@@ -19,6 +19,9 @@ from profiling.roofline import PEAKS, Peaks, Share, Stage, padded, stages
 SMS = {"b200": 148, "gb200": 148, "b300": 148, "h200": 132, "h100": 132}
 
 
+RING_BYTES = 4 * (2 * 8 + 8 * 4)  # `cute_kernels.sm100.schedule`: barriers and items, 4 deep
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemm:
     """One grouped GEMM of the plan: R rows over ``experts`` local experts against (n, k).
@@ -115,7 +118,7 @@ def shared_memory(c: GemmConfig) -> dict[str, int]:
         "N codes": c.stages * n_rows * c.tile_k // 2,
         "M scales": c.stages * 128 * c.tile_k // 16,
         "N scales": c.stages * c.sfb_rows * c.tile_k // 16,
-        "barriers": 8 * (2 * c.stages + (2 if c.overlapped else 4)) + 4,
+        "barriers, items": 8 * (2 * c.stages + (2 if c.overlapped else 4)) + RING_BYTES + 4,
     }
     return out | {"free": SMEM_PER_CTA - sum(out.values())}
 

@@ -90,7 +90,7 @@ class Timeline:
 
 
 ROLES = ("schedule", "load", "mma", "producer", "epilogue", "consumer")
-ENGINES = ("tma", "cp", "tensor", "commit", "store")
+ENGINES = ("items", "tma", "cp", "tensor", "commit", "store")
 
 
 def row_order(row: str) -> tuple[int, int, int, str]:

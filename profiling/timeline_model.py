@@ -85,7 +85,7 @@ class DrawnReplay(_Replay):
                 start = time - mma_clocks(op, self.m)
             elif op.unit == "cp":
                 start = time - self.m.scale_copy * op.size / 512
-            self._add(i, "async", op.unit, start, time, ROWS.get(op.unit, "other"))
+            self._add(i, "async", op.unit, start, time, ROWS.get(op.unit, "items"))
         super()._arrive(arrivals, time)
 
 

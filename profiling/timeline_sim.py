@@ -90,7 +90,8 @@ def prepare(s: Specimen) -> tuple[Any, Callable[[], None]]:
         GatheredRows() if s.gathered else ContiguousRows(), epilogue, s.config
     )
     launcher = compiler.load(kernel, "sm_100a")
-    arguments = [*load, *weights, offsets, *out, experts, s.n, s.k, s.clusters, 0]
+    counter = [torch.zeros(1, dtype=torch.int32)] if s.config.dynamic else []
+    arguments = [*load, *weights, offsets, *out, experts, s.n, s.k, *counter, s.clusters, 0]
 
     def launch() -> None:
         launcher(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
@@ -103,8 +104,8 @@ def roles(kernel: Any) -> dict[int, str]:
     from cute_kernels.sm100.grouped_gemm import EPILOGUE_WARPS, LOAD_WARP, MMA_WARP
 
     out = {w: f"epilogue {w}" for w in range(EPILOGUE_WARPS)} | {MMA_WARP: "mma"}
-    for w in range(LOAD_WARP, kernel.schedule_warp):
-        out[w] = "load" if w == LOAD_WARP else f"load {w - LOAD_WARP}"
+    for w in range(kernel.load.warps):
+        out[LOAD_WARP + w] = f"load {w}" if w else "load"
     return out | {kernel.schedule_warp: "schedule"}
 
 
@@ -138,7 +139,7 @@ def from_trace(events: list[dict[str, Any]], kernel: Any, title: str) -> Timelin
         row = names.get(e["tid"], engine)
         name, kind, detail = e["name"], {"alu": "run"}.get(e["cat"], e["cat"]), detail_of(e)
         if kind == "async":
-            row = {"load": "tma", "mma": "tensor"}.get(name, name)
+            row = {"load": "tma", "mma": "tensor", "st.async": "items"}.get(name, name)
         elif kind == "wait":
             found = _BARRIER.search(detail)
             index = (int(found.group(1), 16) - first) // 8 if found else -1

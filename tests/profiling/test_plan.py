@@ -62,12 +62,14 @@ def test_memory_adds_up(config: GemmConfig) -> None:
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-1]], ids=lambda c: c.name)
 def test_the_kernel_asks_for_this_shared_memory(config: GemmConfig) -> None:
     from cute_kernels import sim
+    from cute_kernels.sm100.schedule import DEPTH, WORDS
     from profiling.timeline_sim import Specimen, prepare
 
     _, launch = prepare(Specimen(config, (3,), 128, 256))
     with sim.Simulator(schedule="lazy") as s:
         launch()
     shared = plans.shared_memory(config)
+    assert plans.RING_BYTES == DEPTH * (2 * 8 + 4 * WORDS)
     used = sum(shared.values()) - shared["free"]
     assert used <= s.launches[0].smem_bytes <= used + 4096, "alignment, and nothing else"
 

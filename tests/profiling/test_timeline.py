@@ -64,6 +64,7 @@ def test_perfetto_keeps_every_slice_and_no_row_overlaps() -> None:
 
 
 CONFIGS = [GemmConfig(1, 128), GemmConfig(2, 256), GemmConfig(2, 128, 2)]
+CONFIGS.append(GemmConfig(2, 256, dynamic=True))
 
 
 @simulator
@@ -79,7 +80,8 @@ def test_the_kernel_in_the_simulator(config: GemmConfig) -> None:
     assert count("mma") == tiles * k_tiles * 4 * config.pairs  # 4 MMAs of K 64, by the leaders
     assert {s.cta for s in drawn.slices} == set(range(config.cluster))
     waits = {(s.row, s.name.partition("[")[0]) for s in drawn.slices if s.kind == "wait"}
-    assert {("mma", "ab_full"), ("epilogue 0", "acc_full")} <= waits
+    assert {("mma", "ab_full"), ("epilogue 0", "acc_full"), ("load", "work_full")} <= waits
+    assert any(s.row == "schedule" and s.kind == "run" for s in drawn.slices)
     assert ("load", "acc_full") not in waits and ("mma", "ab_empty") not in waits
     rows_of = {s.row for s in drawn.slices if s.kind == "async"}
     assert {"tma", "tensor", "cp"} <= rows_of
