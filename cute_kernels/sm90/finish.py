@@ -197,14 +197,14 @@ class WideFinish:
             )
             column = row if per_pair == 2 else group * 8 + lane // 4
             out = args.out.toint() + (Int64(tile.row0) * features + column) * 4
-            for v in cutlass.range_constexpr(0, n // 2):
-                if cutlass.const_expr(v % 4 < 2):
-                    token = v // 4 * 8 + lane % 4 * 2 + v % 2
-                    scale = scales.of(v // 4 * 8, lane, v % 2)
-                    if token < tile.n and row < args.weight_rows:
-                        values = self.epilogue.pair(context, scale, accs[m][v], accs[m][v + 2])
-                        for i in cutlass.range_constexpr(per_pair):
-                            store_f32(out + Int64(token) * features * 4 + 32 * i, values[i])
+            for pair in cutlass.range_constexpr(n // 4):
+                v = pair // 2 * 4 + pair % 2  # and v + 2: both rows of a token
+                token = v // 4 * 8 + lane % 4 * 2 + v % 2
+                scale = scales.of(v // 4 * 8, lane, v % 2)
+                if token < tile.n and row < args.weight_rows:
+                    values = self.epilogue.pair(context, scale, accs[m][v], accs[m][v + 2])
+                    for i in cutlass.range_constexpr(per_pair):
+                        store_f32(out + Int64(token) * features * 4 + 32 * i, values[i])
 
 
 @dataclasses.dataclass(frozen=True)
