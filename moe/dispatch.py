@@ -14,7 +14,8 @@ from moe.local import LocalExperts
 from moe.parallel import Capacity, Exchange, ExpertParallel
 from moe.ranges import stage
 from moe.reference import Tokens, output_dtype
-from moe.workspace import Buffer, Workspace, allocate
+from moe.weights import ExpertWeights
+from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
 
 def join(parallel: ExpertParallel, local: LocalExperts) -> int:
@@ -24,6 +25,7 @@ def join(parallel: ExpertParallel, local: LocalExperts) -> int:
     the experts that ``parallel`` gives it.
     """
     cfg, w, numerics = local.cfg, local.weights, local.numerics
+    assert isinstance(w, ExpertWeights)  # they are packed afterwards
     mine = (w.first_expert, w.first_expert + w.num_experts)
     if cfg.num_experts != parallel.num_experts or mine != parallel.expert_range:
         raise ValueError(
@@ -94,6 +96,14 @@ class ExchangeCall:
         sent = max_tokens * min(top_k, ranks, self.parallel.num_experts)
         returned = sent if self.mode.pre_reduce else max_tokens * top_k
         return Sizes(sent, received, received * top_k, returned)
+
+    def memory(self, max_tokens: int) -> int:
+        """Bytes of scratch that are enough for every call with up to ``max_tokens`` tokens on
+        every rank."""
+        return total_bytes(self.buffers(self.worst(max_tokens)))
+
+    def warmup(self, max_tokens: int) -> None:
+        self.local.warmup(max_tokens, self.worst(max_tokens).computed, self.mode.pre_reduce)
 
     def buffers(self, sizes: Sizes) -> list[Buffer]:
         return [*exchange_buffers(sizes, self.wire), *self.local.buffers(sizes.computed)]
@@ -187,6 +197,13 @@ class ReducedCall:
     parallel: ExpertParallel
     local: LocalExperts
     workspace: Workspace | None = None
+
+    def memory(self, max_tokens: int) -> int:
+        """Bytes of scratch that are enough for every call with up to ``max_tokens`` tokens."""
+        return total_bytes(self.local.buffers(max_tokens * self.local.cfg.top_k))
+
+    def warmup(self, max_tokens: int) -> None:
+        self.local.warmup(max_tokens, max_tokens * self.local.cfg.top_k, False)
 
     def __call__(self, batch: Batch) -> Tensor:
         """y (T, H), see `output_dtype`: the same on every rank."""

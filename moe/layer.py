@@ -148,7 +148,8 @@ class MoE(nn.Module):
             self.register_buffer(name, None if tensor is None else tensor.detach())
 
     def _local(self, weights: ExpertWeights | kernels_sm90.PackedExperts) -> LocalExperts:
-        return LocalExperts(self.cfg, weights, self.numerics, self.backend)
+        ranks = 1 if self.parallel is None else self.parallel.size
+        return LocalExperts(self.cfg, weights, self.numerics, self.backend, ranks)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -384,8 +385,8 @@ class MoE(nn.Module):
         just these bytes, which can be far fewer.
         """
         call = None if self.parallel is None else self._call(self.parallel)
-        if isinstance(call, ExchangeCall):
-            return total_bytes(call.buffers(call.worst(max_tokens)))
+        if call is not None:
+            return call.memory(max_tokens)
         if self.backend == "sm90":
             packed = self._packed_experts()
             return kernels_sm90.plan_memory(max_tokens, self.cfg, packed, self.numerics)
@@ -409,9 +410,12 @@ class MoE(nn.Module):
                 f"workspace of {self.workspace.nbytes} bytes is too small for {max_tokens} tokens, "
                 f"which need {need}"
             )
-        if self.backend == "sm90":
+        call = None if self.parallel is None else self._call(self.parallel)
+        if call is not None:
+            call.warmup(max_tokens)
+        elif self.backend == "sm90":
             kernels_sm90.warmup(self._run, max_tokens, self.cfg, self.numerics, self.g13)
-        if self.backend in KERNEL_BACKENDS and self.parallel is None:
+        elif self.backend in KERNEL_BACKENDS:
             kernels.warmup(self._run, max_tokens, self.cfg, self._kernel_experts())
 
     @torch.no_grad()

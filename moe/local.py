@@ -22,7 +22,7 @@ from moe.kernels_sm90 import PackedExperts
 from moe.plan import RoutingPlan, make_plan
 from moe.reference import Tokens
 from moe.weights import ExpertWeights
-from moe.workspace import Buffer
+from moe.workspace import Buffer, allocate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ class LocalExperts:
     weights: ExpertWeights | PackedExperts  # the latter: backend "sm90"
     numerics: Numerics
     backend: str
+    ranks: int = 1
 
     @property
     def on_kernels(self) -> bool:
@@ -130,6 +131,31 @@ class LocalExperts:
         if self.backend != "torch":
             return []
         return row_buffers(rows, self.cfg, self.weights)
+
+    def warmup(self, max_tokens: int, rows: int, reduced: bool) -> None:
+        """Compile what this rank runs for up to ``max_tokens`` tokens of its own and ``rows``
+        received rows; ``reduced``: with sums on the experts' rank. Nothing is exchanged.
+        """
+        if not self.on_kernels:
+            return
+
+        def run(x: Tensor, ids: Tensor, mix: Tensor, shared: Tensor | None) -> Tensor:
+            tokens = self.stage(x, ids, mix, lambda amax: amax)
+            plan = self.plan(ids.int(), mix, ids.numel())
+            o = self.rows(tokens, plan, allocate(self.buffers(ids.numel()), x.device, None))
+            factors = None if self.cfg.weight_on_input else mix
+            if not reduced:
+                return self.combine(o, plan.token_rows, factors, x.dtype, shared)
+            partial = self.combine(o, plan.token_rows, factors, torch.bfloat16)
+            ranks = plan.token_rows[:, :1].expand(-1, self.ranks).contiguous()
+            return self.combine(partial, ranks, None, x.dtype, shared)
+
+        cfg, weights = self.cfg, self.weights
+        count = max(max_tokens, -(-rows // cfg.top_k))
+        if isinstance(weights, PackedExperts):
+            kernels_sm90.warmup(run, count, cfg, self.numerics, weights.l1.alpha)
+        else:
+            kernels.warmup(run, count, cfg, kernels.Experts.of(weights))
 
     def rows(self, tokens: TokenRows, plan: RoutingPlan, scratch: list[Tensor]) -> Tensor:
         """o (R, H) bf16: one row per routed row of ``plan``; rows past expert_offsets[E] are
