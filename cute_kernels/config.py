@@ -125,6 +125,17 @@ class GemmConfig:
         return f"{plan}{size}{'_dynamic' if self.dynamic else ''}"
 
 
+def clusters_at_once(sms: int, cluster: int) -> int:
+    """Clusters that run at the same time on ``sms`` multiprocessors, at least 1: the grid of a
+    persistent kernel, whose static schedule would wait for a cluster that starts late.
+
+    A cluster lies within one GPC, and those of a B200 (148 SMs) have 16 to 20 SMs: clusters of 4
+    cover 132 SMs, of 8 120 (published measurements; a GPC with odd SMs left over leaves them idle).
+    """
+    covered = {4: 132, 8: 120}.get(cluster, 148)
+    return max(sms * covered // 148 // cluster, 1)
+
+
 def tile_bytes(config: GemmConfig, n: int) -> int:
     """Codes per K tile that enter shared memory for ``n`` columns of `GemmConfig.tile_rows` rows,
     a multicast counted once: what the fabric between L2 and the SMs carries."""

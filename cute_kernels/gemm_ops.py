@@ -19,7 +19,7 @@ from torch import Tensor
 from cute_kernels import activations, toolchain, torch_gemm
 from cute_kernels import compile as compiler
 from cute_kernels.activations import Activation
-from cute_kernels.config import GemmConfig, choose_config
+from cute_kernels.config import GemmConfig, choose_config, clusters_at_once
 from cute_kernels.launch import (
     DSL_TYPES,
     FLOATS,
@@ -384,7 +384,8 @@ def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: 
     device = rows.data.device
     sizes: list[Any] = [rows.data.shape[0], rows.routed] if gathered else [rows.routed]
     load = [rows.data, rows.scale, rows.row_token, *sizes, rows.scale.shape[0]]
-    problem = [experts, n, 2 * half, None, max(_multiprocessors(device) // config.cluster, 1)]
+    clusters = clusters_at_once(_multiprocessors(device), config.cluster)
+    problem = [experts, n, 2 * half, None, clusters]  # None: no counter, the schedule is static
     launch(kernel, device, *load, *weights, offsets, *tensors, *problem)
 
 

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from cute_kernels.compile import Ptr
@@ -303,17 +303,17 @@ class Sm100GroupedGemm:
         n_tiles = (problem.n + (c.tile_columns - 1)) // c.tile_columns
         clusters = cute.arch.grid_dim()[0] // c.cluster
         item = cute.arch.block_idx()[0] // c.cluster
-        work = find_tile(offsets, problem.experts, item, n_tiles, c.tile_rows)
-        publish(ring, Int32(0), work, c.cluster)
-        count = Int32(1)
-        while work.found:
-            item = next_item(item, clusters, problem.counter)
+        count = Int32(0)
+        more = Boolean(True)
+        while more:
             work = find_tile(offsets, problem.experts, item, n_tiles, c.tile_rows)
             publish(ring, count, work, c.cluster)
             count += 1
-            if cutlass.const_expr(c.dynamic):  # noqa: SIM102 (one is compile-time)
-                if not work.found:
-                    reset(item, clusters, problem.counter, work.items)
+            more = work.found
+            if more:
+                item = next_item(item, clusters, problem.counter)
+            elif cutlass.const_expr(c.dynamic):
+                reset(item, clusters, problem.counter, work.items)
 
     # ---- loads
 

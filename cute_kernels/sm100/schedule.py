@@ -90,7 +90,8 @@ def next_item(item, clusters, counter):
 
 @cute.jit
 def reset(item, clusters, counter, items):
-    """The last of all questions puts the counter back to 0: the next launch finds it so."""
+    """The last of all questions puts the counter back to 0: the next launch finds it so. Clusters
+    that never asked have ``item`` < ``clusters``; they meet the condition only if nobody asks."""
     if item - clusters == items - 1:
         with cute.arch.elect_one():
             ptx.store_u32(counter.toint(), Int32(0))

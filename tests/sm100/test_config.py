@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cute_kernels.config import SMEM_PER_CTA, TMEM_COLUMNS, GemmConfig, choose_config, tile_bytes
+from cute_kernels.config import (
+    SMEM_PER_CTA,
+    TMEM_COLUMNS,
+    GemmConfig,
+    choose_config,
+    clusters_at_once,
+    tile_bytes,
+)
 from tests.sm100.configs import DECODE, MAIN, OTHER, names
 
 # (experts of a rank, hidden, intermediate) of model families, gated and not
@@ -51,6 +58,11 @@ def test_prefill_shares_rows_where_that_moves_fewer_bytes() -> None:
     # sharing the weights instead moves as many bytes, over twice the rows
     weights = GemmConfig(2, 256, pairs=2)
     assert tile_bytes(weights, 4096) == 2 * tile_bytes(four, 4096)
+
+
+def test_clusters_that_run_at_once() -> None:
+    assert [clusters_at_once(148, c) for c in (1, 2, 4, 8)] == [148, 74, 33, 15]
+    assert clusters_at_once(4, 4) == clusters_at_once(1, 2) == 1
 
 
 def test_bytes_in_flight() -> None:
