@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m profiling.bench_ep --model deepseek-v4-flash --json ep.json
     python -m profiling.bench_ep --ranks 4 --shape 512 256 32 6 --tokens 1 16 128
 
-torchrun gives every rank a GPU where there are as many (NCCL), else the ranks share the CPUs
-(gloo); without torchrun the program starts --ranks processes of its own. Measured, for every number
+Under torchrun every rank has a GPU (NCCL), or all share the CPUs of a machine without any (gloo);
+without torchrun the program starts --ranks processes on the CPUs. Measured, for every number
 of tokens a rank and every skew: the phases of `moe.dispatch` (CUDA events, or wall clock on a CPU),
 the median over the calls of the slowest rank. "skew" is the busiest rank's share of the slots over
 the average share; a skew that so many ranks cannot have is left out. "bytes" is what all ranks
