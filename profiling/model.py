@@ -1,6 +1,7 @@
 """Forecast of SM100 grouped GEMMs on a B200, from simulated event streams and quoted constants.
 
     python -m profiling.model validate --peers PYTHON       # published times against the model
+    python -m profiling.model projections --peers PYTHON    # the 14 rows of LightMoE's table
     python -m profiling.model sweep --peers PYTHON          # ours, lightmoe, flashinfer, one run
     python -m profiling.model ranges                        # what each uncertain constant does
     python -m profiling.model constants                     # the table with sources
@@ -135,6 +136,42 @@ def sweep_table(lines: list[Line], machine: Machine) -> str:
     return "\n".join(out)
 
 
+GOAL = 1.18  # times LightMoE's bf16 kernel, rows with K >= 1024
+
+
+def projections(model: Model, machine: Machine) -> str:
+    """Our kernels on the published rows: FP4 output where LightMoE's row has bf16 for gate/up, its
+    SwiGLU kernel beside it."""
+    out = [
+        f"{'row':26s} {'K':>5s} {'ours us':>8s} {'kernel':22s} {'limit':20s} {'chosen us':>9s} "
+        f"{'published':>9s} {'lightmoe bf16':>13s} {'x':>5s} {'lightmoe fp4':>12s} {'x':>5s} "
+        f"{'flashinfer':>10s} {'x':>5s}"
+    ]
+    rows = [p for p in validation.PROJECTIONS if p.k >= 1024]
+    met = 0
+    for row in validation.PROJECTIONS:
+        output = "bf16" if row.name.endswith("down") else "fp4"
+        mine = fastest(model, machine, row.shape, cases.ours(output))
+        plain = model.forecast(validation.lightmoe_family(row.n), row.shape, machine).us
+        peers = [cases.lightmoe(output) if output == "fp4" else [], cases.flashinfer(output)]
+        others = [fastest(model, machine, row.shape, families) for families in peers]
+        if mine is None:
+            continue
+        us, taken = mine.forecast.us, chosen(row.shape, output)
+        met += row in rows and plain / us >= GOAL
+        out.append(
+            f"{row.name:26s} {row.k:>5d} {us:>8.1f} {mine.family.label.removeprefix('ours '):22s} "
+            f"{mine.forecast.limit:20s} {model.forecast(taken, row.shape, machine).us:>9.1f} "
+            f"{row.us:>9.1f} {plain:>13.1f} {plain / us:>5.2f} "
+            + " ".join(
+                f"{e.forecast.us:>{w}.1f} {e.forecast.us / us:>5.2f}" if e else " " * (w + 6)
+                for e, w in zip(others, (12, 10), strict=True)
+            )
+        )
+    out.append(f"at least {GOAL} times LightMoE's bf16 kernel: {met} of {len(rows)} rows")
+    return "\n".join(out)
+
+
 def ranges(model: Model, machine: Machine, names: str, tokens: Iterable[int]) -> str:
     """Forecast of our best kernel with every uncertain constant at its ends, one at a time."""
     out = []
@@ -177,9 +214,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("validate", "sweep", "ranges", "constants"))
+    parser.add_argument("what", choices=("validate", "projections", "sweep", "ranges", "constants"))
     parser.add_argument("--peers", metavar="PYTHON", help="interpreter with the peers installed")
     parser.add_argument("--streams", type=Path, default=Path("build/streams"))
+    parser.add_argument("--recorded", action="store_true", help="record nothing, use what is there")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(cases.TOKENS))
     parser.add_argument("--hbm", type=float, nargs="+", default=[5.15, 7.1], help="TB/s")
@@ -189,13 +227,17 @@ def main() -> None:
         sys.stdout.write(constants_table() + "\n")
         return
     wanted = validation.families() if args.what == "validate" else cases.everyone()
-    collect([s for f in wanted for s in f.specimens()], args.streams, args.peers)
+    if not args.recorded:
+        collect([s for f in wanted for s in f.specimens()], args.streams, args.peers)
     model, machine = Model(args.streams), Machine()
     if args.what == "validate":
         missing = [f.label for f in wanted if not model.has(f)]
         if missing:
             sys.exit(f"not recorded, give --peers: {', '.join(missing)}")
         sys.stdout.write(validation.report(validation.validate(model, machine)) + "\n")
+        return
+    if args.what == "projections":
+        sys.stdout.write(projections(model, machine) + "\n" + ERROR + "\n")
         return
     written = []
     for hbm in args.hbm:

@@ -38,7 +38,7 @@ TABLE: dict[str, Constant] = {
     "sms": _sure(148, "", SA),
     "sms_cluster4": _sure(132, "", f"{SA}: GPCs of 9 and 10 TPCs leave pairs over"),
     "sms_cluster8": _sure(120, "", f"{SA}; {QRC} agrees"),
-    "fabric": Constant(13.5, 13.0, 14.9, "TB/s L2 to all SMs", f"{FIT}; GEMMs imply 13.4 to 14.9"),
+    "fabric": Constant(13.3, 13.0, 14.9, "TB/s L2 to all SMs", f"{FIT}; GEMMs imply 13.4 to 14.9"),
     "store_weight": Constant(2.0, 1.5, 2.5, "loaded bytes per stored byte", FIT),
     "fill": Constant(130, 100, 130, "B/clk into one SM", f"{QRC}: one CTA peaks at 241 GB/s"),
     "hbm": Constant(

@@ -145,10 +145,14 @@ def splits(grid: Grid, count: int = 200, seed: int = 0) -> list[float]:
 
 @dataclass(frozen=True)
 class Validation:
-    """Errors by set of rows. ``fitted`` names the rows that the two constants were fitted on."""
+    """Errors by set of rows, with the constants fitted on the first set.
+
+    used  (fabric, store_weight) fitted on all rows of LightMoE: what the table of constants has
+    """
 
     fabric: float
     store_weight: float
+    used: tuple[float, float]
     errors: dict[str, list[tuple[Point, float]]]
     split_errors: list[float]
     tile_us: list[float]
@@ -180,7 +184,8 @@ def validate(model: Model, machine: Machine) -> Validation:
     }
     glm = next(r for r in PROJECTIONS if r.name == "GLM-5.2 gate/up").shape
     order = [model.forecast(f, glm, fitted).us for f in TILE_ORDER if model.has(f)]
-    return Validation(fabric, weight, found, splits(grid), order)
+    everything = fit(grid, range(len(LIGHTMOE_POINTS)))
+    return Validation(fabric, weight, everything, found, splits(grid), order)
 
 
 def families() -> list[Family]:
@@ -213,4 +218,5 @@ def report(v: Validation) -> str:
     verdict = "the published order" if v.ordered else "NOT the published order"
     lines.append(f"tiles on GLM-5.2 gate/up: {order}: {verdict}")
     lines.append(f"fitted: fabric {v.fabric:.1f} TB/s, a stored byte counts {v.store_weight}")
+    lines.append(f"fitted on all LightMoE rows, for use: {v.used[0]:.1f} TB/s, {v.used[1]}")
     return "\n".join(lines)

@@ -259,7 +259,9 @@ def test_a_fit_finds_the_smallest_error_and_is_judged_on_other_rows() -> None:
 
 def test_a_report_names_every_row_and_the_wrong_order() -> None:
     point = validation.LIGHTMOE_POINTS[0]
-    result = validation.Validation(13.5, 2.0, {"a set": [(point, 0.1)]}, [0.05, 0.07], [1.0, 3.0])
+    result = validation.Validation(
+        13.5, 2.0, (13.3, 2.0), {"a set": [(point, 0.1)]}, [0.05, 0.07], [1.0, 3.0]
+    )
     text = validation.report(result)
     assert "+10.0%" in text
     assert "NOT" not in text
