@@ -8,7 +8,8 @@ tokens (deterministic=False).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from moe.weights import ExpertWeights
 from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
 KERNEL_BACKENDS = ("sm100", "sim")
+_PLANS = 1024  # sizes of calls whose scratch is remembered
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -72,37 +74,63 @@ def experts_of(tensors: dict[str, Any], first_expert: int) -> Experts:
 # ---- scratch
 
 
-def row_buffers(rows: int, cfg: MoEConfig, experts: Experts, adds: bool = False) -> list[Buffer]:
-    """Scratch of the two GEMMs of ``rows`` routed rows. ``adds``: L2 leaves no rows."""
-    count, width = experts.num_experts, cfg.projections * cfg.intermediate
+def row_buffers(rows: int, cfg: MoEConfig, experts: Experts) -> list[Buffer]:
+    """Scratch of the two GEMMs of ``rows`` routed rows."""
+    widths = (cfg.hidden, cfg.intermediate, cfg.projections)
+    return _row_buffers(rows, widths, experts.num_experts, experts.gh is not None, False)
+
+
+def _row_buffers(
+    rows: int, widths: tuple[int, int, int], experts: int, static: bool, adds: bool
+) -> list[Buffer]:
+    """``widths``: H, I and the projections. ``adds``: L2 leaves no rows."""
+    hidden, inter, projections = widths
     o_rows = 0 if adds else rows
-    if experts.gh is not None:
+    if static:
         return [
-            *hidden_buffers(rows, cfg.intermediate, count),
-            Buffer("o", (o_rows, cfg.hidden), torch.bfloat16),
-            Buffer("alpha", (count,), torch.float32),
+            *hidden_buffers(rows, inter, experts),
+            Buffer("o", (o_rows, hidden), torch.bfloat16),
+            Buffer("alpha", (experts,), torch.float32),
         ]
+    size = max(o_rows * hidden * 2, rows * projections * inter * 4)
     return [
-        *ops.row_hidden_buffers(rows, cfg.intermediate, count),
+        *ops.row_hidden_buffers(rows, inter, experts),
         # rows of L2 take the place of the sums of L1, which are quantised by then
-        Buffer("sums_or_o", (max(o_rows * cfg.hidden * 2, rows * width * 4),), torch.uint8),
-        Buffer("ones", (count,), torch.float32),
+        Buffer("sums_or_o", (size,), torch.uint8),
+        Buffer("ones", (experts,), torch.float32),
     ]
 
 
 def scratch_buffers(
     num_tokens: int, cfg: MoEConfig, experts: Experts, numerics: Numerics
-) -> list[Buffer]:
-    """Scratch of one call."""
-    if experts.num_experts == 0 or num_tokens == 0:
-        return []
-    rows, adds = num_tokens * cfg.top_k, not numerics.deterministic
-    return [
-        *ops.sort_buffers(num_tokens, cfg.top_k, experts.num_experts),
-        *ops.quantize_buffers(num_tokens, cfg.hidden, rows, experts.num_experts),
-        *row_buffers(rows, cfg, experts, adds),
-        Buffer("y_sums", (num_tokens if adds else 0, cfg.hidden), torch.float32),
-    ]
+) -> Sequence[Buffer]:
+    """Scratch of one call; the same tuple for the same sizes."""
+    widths = (cfg.top_k, cfg.hidden, cfg.intermediate, cfg.projections)
+    plan = _scratch.__wrapped__ if torch.compiler.is_compiling() else _scratch
+    adds, static = not numerics.deterministic, experts.gh is not None
+    return plan(num_tokens, *widths, experts.num_experts, static, adds)
+
+
+@functools.lru_cache(_PLANS)
+def _scratch(
+    num_tokens: int,
+    top_k: int,
+    hidden: int,
+    inter: int,
+    projections: int,
+    experts: int,
+    static: bool,
+    adds: bool,
+) -> tuple[Buffer, ...]:
+    if experts == 0 or num_tokens == 0:
+        return ()
+    rows = num_tokens * top_k
+    return (
+        *ops.sort_buffers(num_tokens, top_k, experts),
+        *ops.quantize_buffers(num_tokens, hidden, rows, experts),
+        *_row_buffers(rows, (hidden, inter, projections), experts, static, adds),
+        Buffer("y_sums", (num_tokens if adds else 0, hidden), torch.float32),
+    )
 
 
 def plan_memory(num_tokens: int, cfg: MoEConfig, experts: Experts, numerics: Numerics) -> int:

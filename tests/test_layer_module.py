@@ -342,3 +342,18 @@ def test_scales_of_a_layer_can_be_replaced() -> None:
     for wrong in ((g13[:1], g2, gh), (g13, g2.double(), gh), (g13, g2, gh[1:])):
         with pytest.raises(ValueError, match="must be float32"):
             layer.set_scales(*wrong)
+
+
+def test_a_workspace_keeps_the_tensors_of_a_tuple() -> None:
+    """The same tuple of buffers: the same tensors; a list, or an equal tuple, is carved anew."""
+    memory = Workspace(1 << 12)
+    buffers = (Buffer("a", (3, 5), torch.float32), Buffer("b", (7,), torch.uint8))
+    first, again = memory.carve(buffers), memory.carve(buffers)
+    assert all(a is b for a, b in zip(first, again)) and first is not again
+    equal = memory.carve((*buffers,))
+    assert all(a is not b and a.data_ptr() == b.data_ptr() for a, b in zip(first, equal))
+    assert memory.carve(list(buffers))[0] is not first[0]
+    for n in range(600):
+        memory.carve((Buffer("n", (n,), torch.uint8),))
+    assert len(memory._carved) <= 256
+    assert memory.carve(buffers)[1].data_ptr() == first[1].data_ptr()
