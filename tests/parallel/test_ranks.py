@@ -35,7 +35,7 @@ def compare(results: list[dict[str, Any]], calls: list[Call]) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_the_bits_of_one_rank(size: int, tmp_path: Path) -> None:
     workspace = size == 3  # scratch of exactly plan_memory bytes, poisoned
-    results = values(run_ranks(size, jobs.matrix, workspace, path=tmp_path))
+    results = values(run_ranks(size, jobs.matrix, workspace, path=tmp_path, timeout=240.0))
     wrong = compare(results, jobs.calls(size))
     assert not wrong, "\n".join(wrong)
 
