@@ -44,6 +44,9 @@ class Timing:
         return [self.mma_ends[count * (i + 1) // tiles - 1] for i in range(tiles)]
 
 
+_BLOCK = 64  # instructions of a block that processes what a tcgen05.ld has read
+
+
 @dataclass
 class _Warp:
     events: list[Event]
@@ -122,8 +125,10 @@ class _Replay:
         """Puts the next event of warp i on the heap, after its ordinary instructions."""
         warp = self.warps[i]
         if warp.at < len(warp.events):
-            cost = max(warp.events[warp.at].instructions * self.m.issue, warp.work)
-            warp.work = 0.0
+            instructions = warp.events[warp.at].instructions
+            cost = instructions * self.m.issue
+            if instructions >= _BLOCK:  # not the few that free the accumulator
+                cost, warp.work = max(cost, warp.work), 0.0
             heapq.heappush(self.heap, (warp.time + cost, i))
 
     def _step(self, i: int, time: float) -> None:
@@ -153,7 +158,7 @@ class _Replay:
             return
         elif event.kind == "ld":
             warp.time += self.m.tmem_latency + event.args[0] / self.m.tmem_load
-            warp.work = event.args[0] / 1024 * self.stream.mufu_per_kb * self.m.mufu
+            warp.work += event.args[0] / 1024 * self.stream.mufu_per_kb * self.m.mufu
         elif event.kind == "commit_group":
             warp.groups.append(warp.open)
             warp.open = 0.0

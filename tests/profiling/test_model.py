@@ -148,11 +148,11 @@ def test_barriers_hold_every_member() -> None:
 
 
 def test_special_functions_slow_the_instructions_behind_a_tmem_load() -> None:
-    events = [Event(0, "ld", (4096,)), Event(10, "other")]
+    events = [Event(0, "ld", (4096,)), Event(10, "wait_ld"), Event(100, "other")]
     plain = Stream("k", 1, 1, [(0, 0)], [events], [])
     special = dataclasses.replace(plain, mufu_per_kb=8.0)
     assert replay(special, M, RATE).end - replay(plain, M, RATE).end == pytest.approx(
-        4 * 8 * M.mufu - 10 * M.issue
+        4 * 8 * M.mufu - 100 * M.issue
     )
 
 
