@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_kernels import compile as compiler
 from cute_kernels.activations import Activation
-from cute_kernels.nvfp4 import BLOCK, check_expert_offsets
+from cute_kernels.nvfp4 import check_expert_offsets
 from cute_kernels.sm90 import layout
 from cute_kernels.sm90.config import Sm90Config, choose_config, chunk_steps
 from cute_kernels.sm90.weights import Sm90Weight
@@ -122,53 +122,6 @@ def sm90_grouped_gemm(
         stream = torch.cuda.current_stream().cuda_stream
         launch(*_addresses(pointers), *sizes, ctas, *_addresses(epilogue_pointers), stream)
     return out
-
-
-_INPUTS = {**_DTYPES, torch.float16: "Float16"}
-
-
-def sm90_round_rows(
-    x: Tensor,
-    outer: Tensor | None = None,
-    weight: Tensor | None = None,
-    limit: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Rows quantised to NVFP4 (numerics section 2) and decoded: what W4A4 multiplies on Hopper.
-
-    x       (rows, K) bf16, fp16 or fp32, contiguous, K a multiple of 16
-    outer   float32 (1,) or (rows,): the outer scale g; None: per row from its largest magnitude
-    weight  float32 (rows,): x is multiplied by it first (top-k weights on the input)
-    limit   int32 (1,) on the device, such as expert_offsets[E:]: rows from there on are skipped
-
-    Returns bf16 (rows, K) = code * block scale, which is exact, and gx float32 (rows,) = g. Raises
-    ValueError for shapes, dtypes or devices.
-    """
-    if x.dim() != 2 or x.dtype not in _INPUTS or x.shape[1] % BLOCK or not x.is_contiguous():
-        raise ValueError(
-            f"x must be contiguous (rows, K) bf16, fp16 or fp32 with K a multiple of {BLOCK}, got "
-            f"{tuple(x.shape)} {x.dtype}"
-        )
-    rows, hidden = x.shape
-    if outer is not None:
-        shape = torch.Size((1 if outer.numel() == 1 else rows,))
-        _check_vector(outer, "outer", shape, torch.float32, x.device)
-    if weight is not None:
-        _check_vector(weight, "weight", torch.Size((rows,)), torch.float32, x.device)
-    if limit is not None:
-        _check_vector(limit, "limit", torch.Size((1,)), torch.int32, x.device)
-    values = torch.empty((rows, hidden), dtype=torch.bfloat16, device=x.device)
-    gx = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows == 0:
-        return values, gx
-    from cute_kernels.sm90.round_rows import RoundRows
-
-    given, weighted, bounded = (t is not None for t in (outer, weight, limit))
-    launch = compiler.load(RoundRows(hidden, _INPUTS[x.dtype], given, weighted, bounded), ARCH)
-    stride = 0 if outer is not None and outer.numel() == 1 else 1
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        launch(*_addresses([x, outer, weight, limit, values, gx]), rows, stride, stream)
-    return values, gx
 
 
 class _Epilogue(NamedTuple):

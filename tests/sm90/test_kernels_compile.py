@@ -134,13 +134,3 @@ def test_chunks_depend_on_k_alone() -> None:
     assert configs.choose_config(6, 48) is configs.DECODE
     assert configs.choose_config(384, 48) is configs.MIDDLE
     assert configs.choose_config(24576, 48) is configs.PREFILL
-
-
-@pytest.mark.parametrize("dtype, bounded", [("BFloat16", False), ("Float32", True)])
-def test_round_rows_compiles(dtype: str, bounded: bool) -> None:
-    from cute_kernels.sm90.round_rows import RoundRows
-
-    dump = compiler.dump(RoundRows(7168, dtype, weighted=not bounded, bounded=bounded), "sm_90a")
-    assert f".entry round_rows_per_token_h7168_{dtype.lower()}" in dump.ptx.replace(".visible ", "")
-    code = opcodes(dump.cubin)
-    assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import activations, nvfp4
+from cute_kernels import activations, nvfp4, sm90_ops
 from cute_kernels.sm90 import config as configs
 from cute_kernels.sm90 import host, weights
 from cute_kernels.torch_math import TORCH_MATH
@@ -116,26 +116,33 @@ def test_batch_invariant_configurations_give_the_same_bits(case: Case) -> None:
 # ---- W4A4
 
 
+def stage_rows(x: Tensor, end: Tensor | None = None, **options: Tensor) -> tuple[Tensor, Tensor]:
+    """x as rows of one expert (up to ``end``) -> values and outer scales."""
+    where = torch.zeros(2, dtype=torch.int32, device="cuda")
+    where[1:] = x.shape[0] if end is None else end
+    values = torch.empty(x.shape, dtype=torch.bfloat16, device="cuda")
+    gx = torch.empty(x.shape[0], dtype=torch.float32, device="cuda")
+    sm90_ops.stage_rows(x, where, values, gx, **options)
+    return values, gx
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("hidden", [16, 208, 2880, 7168])
-def test_round_rows_is_quantise_and_decode(hidden: int, dtype: torch.dtype) -> None:
+def test_staged_rows_are_quantised_and_decoded(hidden: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(70, hidden, generator=generator)
     x *= 2.0 ** torch.randint(-12, 8, (70, 1), generator=generator)
     x[3], x[4, : hidden // 2], x[5, 1] = 0.0, 0.0, float("nan")
-    x, outer = x.to(dtype), torch.rand(70, generator=generator) + 1e-3
+    x, outer = x.to(dtype), torch.rand(1, generator=generator) + 1e-3
     weight = torch.rand(70, generator=generator)
-    limit = torch.tensor([64], dtype=torch.int32, device="cuda")
-    for given, factor in ((None, None), (outer, None), (outer[:1], None), (None, weight)):
+    end = torch.tensor(64, device="cuda")
+    for given, factor in ((None, None), (outer, None), (None, weight)):
         source = x if factor is None else x.float() * factor[:, None]
-        how = "per_token" if given is None else given if given.numel() > 1 else given[0]
-        want = nvfp4.quantize(source, how)
-        values, gx = host.sm90_round_rows(
-            x.cuda(),
-            None if given is None else given.cuda(),
-            None if factor is None else factor.cuda(),
-            limit,
-        )
+        want = nvfp4.quantize(source, "per_token" if given is None else given[0])
+        options = {} if given is None else {"outer": given.cuda()}
+        if factor is not None:
+            options["row_scale"] = factor.cuda()
+        values, gx = stage_rows(x.cuda(), end, **options)
         real = nvfp4.decode(want, torch.float32)[:64]
         got = values[:64].float().cpu()
         assert bool(got.isnan().any())
@@ -157,7 +164,7 @@ def test_w4a4_chain(config: configs.Sm90Config) -> None:
     row_token = torch.randint(0, tokens, (sum(counts),), device="cuda").int()
     where, token = offsets(counts), row_token.long()
     act = activations.SwiGLU(limit=10.0)
-    xv, gx = host.sm90_round_rows(x)
+    xv, gx = stage_rows(x)
     xq = nvfp4.quantize(x, "per_token")
     check.assert_bytes_equal(gx, xq.global_scale)
     packed = weights.pack_weight(w1, gated=True)
@@ -174,7 +181,7 @@ def test_w4a4_chain(config: configs.Sm90Config) -> None:
     bound += 2.0**-20 * gate.abs() * (up.abs() + 1)
     assert bool(((h.double() - want).abs() <= bound).all())
     check.assert_slopes(h, want, where)
-    hv, gh = host.sm90_round_rows(h, limit=where[-1:])
+    hv, gh = stage_rows(h, where[-1])
     hq = nvfp4.quantize(h, "per_token")
     check.assert_bytes_equal(hv.float(), nvfp4.decode(hq, torch.float32))
     o = run(hv, weights.pack_weight(w2), counts, hidden, config=config, row_scale=gh)
@@ -216,7 +223,7 @@ def test_chain_in_a_graph(config: configs.Sm90Config) -> None:
     x = torch.randn(20, hidden, device="cuda").bfloat16()
 
     def chain() -> Tensor:
-        xv, gx = host.sm90_round_rows(x)
+        xv, gx = stage_rows(x)
         h = host.sm90_grouped_gemm(
             xv,
             w1,
@@ -227,7 +234,7 @@ def test_chain_in_a_graph(config: configs.Sm90Config) -> None:
             out_dtype=torch.float32,
             config=config,
         )
-        hv, gh = host.sm90_round_rows(h)
+        hv, gh = stage_rows(h)
         return host.sm90_grouped_gemm(hv, w2, where, row_scale=gh, config=config)
 
     chain()
