@@ -82,6 +82,7 @@ class SymmBuffer:
         _check_sizes(num_max_tokens_per_rank, hidden, num_shared_experts)
         config = MoEConfig(hidden, intermediate_hidden, num_experts, num_topk)
         if base is not None:
+            _check_base(base, device, mode)
             device = base.device
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -239,6 +240,20 @@ def _check_options(mma_type: str, activation: str) -> None:
         raise ValueError(f"mma_type must be {MMA_TYPE!r} (NVFP4 x NVFP4), got {mma_type!r}")
     if activation != ACTIVATION:
         raise ValueError(f"activation must be {ACTIVATION!r}, got {activation!r}")
+
+
+def _check_base(base: SymmBuffer, device: torch.device | str | None, mode: Exchange) -> None:
+    """Device and mode come from ``base``; another one that is asked for would be dropped."""
+    if not isinstance(base, SymmBuffer):
+        raise TypeError(f"base must be a SymmBuffer or None, got {type(base).__name__}")
+    if device is not None:
+        asked, kept = torch.device(device), base.device
+        if asked.type != kept.type or asked.index not in (None, kept.index):
+            raise ValueError(f"device is {asked}, base lies on {kept}: leave it out")
+    if base.parallel is not None and mode not in (Exchange(), base.parallel.mode):
+        raise ValueError(
+            f"mode is {mode}, base exchanges tokens in {base.parallel.mode}: leave it out"
+        )
 
 
 def _parallel(buffer: SymmBuffer, mode: Exchange) -> ExpertParallel | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cute_kernels.activations import Activation
 from cute_kernels.nvfp4 import Nvfp4Tensor
 from cute_kernels.torch_math import TORCH_MATH
+from moe.kernels import KERNEL_BACKENDS
 from moe.layer import MoE
 from moe.mega.buffer import SymmBuffer
 from moe.mega.checks import (
@@ -22,6 +23,7 @@ from moe.mega.checks import (
     check_shared,
     check_vector,
     check_weights,
+    check_writable,
     check_y,
     clamp_of,
     global_scales,
@@ -30,6 +32,7 @@ from moe.mega.weights import MegaWeights, SharedWeights
 from moe.weights import ExpertWeights
 
 
+@torch.no_grad()
 def fp4_fp4_mega_moe(
     y: Tensor,
     l1_weights: MegaWeights,
@@ -55,7 +58,8 @@ def fp4_fp4_mega_moe(
                               end, not at all when something is refused; 0 for a token whose ids
                               are all negative
     l1_weights, l2_weights    from `transform_weights_for_mega_moe` or `finalize_weights`
-    sym_buffer                x, x_sf, topk_idx, topk_weights (and x_scales) of the n tokens
+    sym_buffer                x, x_sf, topk_idx, topk_weights (and x_scales) of the n tokens; bit 7
+                              of a block scale is ignored, as the tensor cores do
     shared_*, x_bf16          bf16 shared experts and the tokens (>= n, H) they read, added last;
                               all three or none
     cumulative_local_expert_recv_stats
@@ -75,6 +79,7 @@ def fp4_fp4_mega_moe(
     With several ranks the call is collective, a rank without tokens calls too (n = 0), and a rank
     that raises makes the others raise `moe.failures.RankError`; ``activation_clamp`` must be the
     same on all of them.
+    There is no autograd: y is written, and shared experts run, as under ``torch.no_grad()``.
     Nothing waits for a GPU and no tensor is kept but the weights and scales of the latest call, so
     a CUDA graph can hold the call after one call outside it.
 
@@ -95,12 +100,14 @@ def fp4_fp4_mega_moe(
     with contextlib.nullcontext() if parallel is None else parallel.call("mega"):
         tokens = check_y(y, sym_buffer, recipe, activation, fast_math)
         out = _compute(y, tokens, sym_buffer, given)
+        y.copy_(out)
         if given.stats is not None:
             _count(sym_buffer, tokens, given.stats)
-        y.copy_(out)
 
 
 nvfp4_mega_moe = fp4_fp4_mega_moe
+
+_BITS_0_TO_6 = 0x7F7F7F7F  # of the four block scales of a word
 
 
 class _Given(NamedTuple):
@@ -126,6 +133,7 @@ def _compute(y: Tensor, tokens: int, buffer: SymmBuffer, given: _Given) -> Tenso
     if given.stats is not None:
         name = "cumulative_local_expert_recv_stats"
         check_vector(name, given.stats, torch.int32, buffer)
+        check_writable(name, given.stats)
     shared_weights = [w.weight for w in given.shared[:2] if w is not None]
     others = (*scales, given.shared[2], *shared_weights)
     check_overlap(y, given.stats, buffer, (given.l1, given.l2), others)
@@ -137,9 +145,12 @@ def _compute(y: Tensor, tokens: int, buffer: SymmBuffer, given: _Given) -> Tenso
     shared = None
     if l1 is not None and l2 is not None and x is not None:
         shared = _shared_experts(x[:tokens], l1.weight, l2.weight, layer.cfg.activation)
+    x_sf = buffer.x_sf[:tokens]
+    if buffer.backend not in KERNEL_BACKENDS:
+        x_sf = x_sf & _BITS_0_TO_6  # decoded, a byte with bit 7 would be negative
     quantised = Nvfp4Tensor(
         buffer.x[:tokens],
-        buffer.x_sf[:tokens].view(torch.float8_e4m3fn),
+        x_sf.view(torch.float8_e4m3fn),
         buffer.x_scales[:tokens],
     )
     return layer.experts(quantised, buffer.topk_idx[:tokens], mix, shared)

@@ -33,6 +33,7 @@ def check_y(
             f"y must be contiguous (num_tokens, {buffer.hidden}), got {tuple(y.shape)}, strides "
             f"{y.stride()}"
         )
+    check_writable("y", y)
     if y.device != memory.device:
         raise ValueError(f"y is on {y.device}, the buffer on {memory.device}")
     if y.shape[0] > buffer.num_max_tokens_per_rank:
@@ -163,6 +164,15 @@ def check_shared(
         )
     if x.device != buffer.device:
         raise ValueError(f"x_bf16 is on {x.device}, the buffer on {buffer.device}")
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raises where torch would refuse the write after everything was computed."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} was made in inference mode and cannot be written outside it: make it outside, "
+            "or call in inference mode"
+        )
 
 
 def check_overlap(

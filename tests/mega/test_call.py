@@ -297,3 +297,42 @@ def test_compiled_caller_gives_the_same_bits() -> None:
 
     compiled = torch.compile(step, backend="aot_eager")
     assert same_bits(compiled(empty_y()), data.stages(of, t).y * 2)
+
+
+def test_no_autograd_graph() -> None:
+    """Shared experts are often Parameters and y may be a leaf: nothing is recorded, and what is
+    written is what it is without them."""
+    of, t = data.layer(), data.tokens()
+    gen = torch.Generator().manual_seed(5)
+    w1, w2 = torch.randn(2 * I, H, generator=gen), torch.randn(H, I, generator=gen)
+    x = torch.randn(T, H, generator=gen).bfloat16()
+    results = []
+    for grad in (False, True):
+        parts = (torch.nn.Parameter(w.bfloat16(), requires_grad=grad) for w in (w1, w2))
+        shared = dict(
+            zip(
+                ("shared_l1_weights", "shared_l2_weights"),
+                mega.transform_weights_for_mega_moe(*parts),
+            )
+        )
+        y, stats = empty_y().requires_grad_(grad), torch.zeros(E, dtype=torch.int32)
+        buffer = buffer_of(t, num_shared_experts=1)
+        options = {**scales_of(of), **shared, "x_bf16": x}
+        options["cumulative_local_expert_recv_stats"] = stats
+        mega.fp4_fp4_mega_moe(y, *weights_of(of), buffer, **options)
+        assert y.grad_fn is None and y.requires_grad is grad
+        assert torch.equal(stats, data.counts(t))
+        results.append(y.detach())
+    assert same_bits(*results) and results[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bit_7_of_a_token_scale_is_ignored(backend: str) -> None:
+    """As the tensor cores do: a backend that decodes bytes must not see a negative scale."""
+    of, t = data.layer(), data.tokens()
+    want = data.stages(of, t).y
+    t.scale[4, 5:7] |= 0x80
+    t.scale[0, 0] |= 0x80
+    assert same_bits(call(of, t, backend), want)
+    t.scale[4, 5] = 0xFF
+    assert call(of, t, backend).isnan().any(dim=1).nonzero().flatten().tolist() == [4]

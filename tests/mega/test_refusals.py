@@ -170,6 +170,41 @@ def test_shared_experts_that_do_not_fit() -> None:
     assert (given["y"] == MARK).all()
 
 
+def made_in_inference_mode(like: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return like.clone()
+
+
+@pytest.mark.parametrize("name", ["y", STATS])
+def test_a_result_of_inference_mode(name: str) -> None:
+    """torch refuses to write it, but only after everything was computed."""
+    given = arguments()
+    kept = {n: given[n] for n in ("y", STATS)}
+    given[name] = made_in_inference_mode(given[name])
+    with pytest.raises(ValueError, match=f"{name} was made in inference mode"):
+        mega.fp4_fp4_mega_moe(**given)
+    assert (kept["y"] == MARK).all() and (kept[STATS] == 3).all()
+    with torch.inference_mode():
+        mega.fp4_fp4_mega_moe(**given)
+    assert not (given["y"] == MARK).all() and not (given[STATS] == 3).all()
+
+
+def test_a_token_scale_of_nan_is_a_value() -> None:
+    given = arguments()
+    given["sym_buffer"].x_sf.view(torch.uint8)[4, 5] = 0x7F
+    mega.fp4_fp4_mega_moe(**given)
+    assert given["y"].isnan().any(dim=1).nonzero().flatten().tolist() == [4]
+
+
+def test_a_base_that_does_not_fit_the_options() -> None:
+    sizes, base = (E, T, K, H, I), mega.SymmBuffer(None, E, T, K, H, I, device="cpu")
+    assert mega.SymmBuffer(None, *sizes, base=base, device="cpu").device.type == "cpu"
+    with pytest.raises(ValueError, match="device is meta, base lies on cpu"):
+        mega.SymmBuffer(None, *sizes, base=base, device="meta")
+    with pytest.raises(TypeError, match="base must be a SymmBuffer or None, got Tensor"):
+        mega.SymmBuffer(None, *sizes, base=base.buffer)
+
+
 def test_a_destroyed_buffer() -> None:
     given = arguments()
     given["sym_buffer"].destroy()
