@@ -39,6 +39,23 @@ from moe.weights import ExpertWeights
 from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
 KERNEL_BACKENDS = ("sm100", "sim")
+_K_MULTIPLE = 32  # TMA: a row of codes is a multiple of 16 bytes
+
+
+def check_layer(backend: str, cfg: MoEConfig, activations: str) -> None:
+    """Raises ValueError for a layer that the kernels cannot compute."""
+    if activations != "nvfp4":
+        raise ValueError(
+            f"backend {backend!r} multiplies NVFP4 by NVFP4: activations must be 'nvfp4', got "
+            f"{activations!r}"
+        )
+    if cfg.hidden % _K_MULTIPLE or cfg.intermediate % _K_MULTIPLE:
+        raise ValueError(
+            f"backend {backend!r} reads rows by TMA: hidden and intermediate must be multiples of "
+            f"{_K_MULTIPLE}, got {cfg.hidden} and {cfg.intermediate}; backend='torch' takes them"
+        )
+
+
 _PLANS = 1024  # sizes of calls whose scratch is remembered
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -195,8 +212,8 @@ def quantise(
     if isinstance(x, Nvfp4Tensor):
         gx = x.global_scale.expand(x.shape[0]).contiguous()
         return _received(x.data, x.scale, gx, plan)
-    given = _outer_scale(x, topk_ids, cfg, experts, numerics)
     on_input = mix[:, 0].contiguous() if cfg.weight_on_input else None
+    given = _outer_scale(x, topk_ids, on_input, cfg, experts, numerics)
     index = (plan.expert_offsets, plan.row_token)
     data, scale, gx = ops.quantize_rows(x, *index, given, on_input, out=scratch[5:9])
     return Rows(data, scale, plan.row_token), gx
@@ -216,9 +233,16 @@ def combine_rows(
 
 
 def _outer_scale(
-    x: Tensor, topk_ids: Tensor, cfg: MoEConfig, experts: Experts, numerics: Numerics
+    x: Tensor,
+    topk_ids: Tensor,
+    on_input: Tensor | None,
+    cfg: MoEConfig,
+    experts: Experts,
+    numerics: Numerics,
 ) -> Tensor | str:
     mode = numerics.activation_scale
+    if mode == "per_tensor" and on_input is not None:
+        x = x.float() * on_input[:, None]  # what is quantised, see reference.stage_input
     found = input_scale(x, topk_ids, cfg, experts, mode)  # type: ignore[arg-type]  # reads gx alone
     assert isinstance(found, str | Tensor)  # never a float: see input_scale
     return found

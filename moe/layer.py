@@ -116,11 +116,8 @@ class MoE(nn.Module):
                     f"deterministic=False needs one of the backends {KERNEL_BACKENDS} in one "
                     f"process: backend {self.backend!r} has no other order of sums to offer"
                 )
-            if self.backend in KERNEL_BACKENDS and activations != "nvfp4":
-                raise ValueError(
-                    f"backend {self.backend!r} multiplies NVFP4 by NVFP4: activations must be "
-                    f"'nvfp4', got {activations!r}"
-                )
+            if self.backend in KERNEL_BACKENDS:
+                kernels.check_layer(self.backend, cfg, activations)
             if batch_invariant and self.backend == "torch" and weights.device.type != "cpu":
                 raise ValueError(
                     "backend 'torch' on a GPU leaves the order of sums to torch: a token would "

@@ -3,6 +3,7 @@ and every stage against exact sums on the kernel's own input."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -289,3 +290,34 @@ def test_save_and_load_keep_the_choice_of_order(tmp_path: Any) -> None:
     layer.save_packed(tmp_path / "layer.safetensors")
     again = MoE.load_packed(tmp_path / "layer.safetensors", backend="sim")
     assert again.numerics == layer.numerics and isinstance(again.cfg, MoEConfig)
+
+
+# ---- the outer scale of x
+
+WAYS = [
+    (mode, on_input) for mode in ("per_token", "static", "per_tensor") for on_input in (False, True)
+]
+
+
+@pytest.mark.parametrize("mode, on_input", WAYS)
+def test_outer_scale_of_x_is_that_of_the_reference(mode: str, on_input: bool) -> None:
+    """Weights that multiply x do so before the scale of all tokens is found."""
+    cfg, weights = build(NEMOTRON, static=False)  # no exp: equal bits
+    if on_input:
+        cfg = dataclasses.replace(cfg, top_k=1, weight_on_input=True)
+    weights = dataclasses.replace(weights, gx=torch.tensor(2e-3))
+    x, ids, mix = routed(cfg, 6)
+    x[0] *= 8  # the largest token is not the largest one after weighting
+    mix[0] = 0.01
+    options = {"activation_scale": mode}
+    want = MoE(cfg, weights, backend="reference", **options).experts(x, ids, mix)
+    got = MoE(cfg, weights, backend="sim", **options).experts(x, ids, mix)
+    assert same_bits(got, want)
+
+
+def test_widths_that_tma_cannot_read_are_refused_at_construction() -> None:
+    odd = Shape("odd", 64, 48, 2, 1, NEMOTRON.activation)
+    cfg, weights = build(odd, static=False)
+    with pytest.raises(ValueError, match="multiples of 32, got 64 and 48; backend='torch'"):
+        MoE(cfg, weights, backend="sim")
+    MoE(cfg, weights, backend="torch")
