@@ -429,7 +429,8 @@ class MoE(nn.Module):
 
         An expert that no row reaches takes the largest gh of the others. Returns {"gh", "gx"}.
         With ``parallel`` the call is collective: each rank gives its part of the sample, and scales
-        are those of one rank with all of it. Raises ValueError when no expert is reached.
+        are those of one rank with all of it. Raises ValueError when no expert is reached
+        or a scale would not be finite.
         """
         if self.parallel is None:
             return self._calibrate(x, input_ids, routing)
@@ -467,9 +468,14 @@ class MoE(nn.Module):
         reached = torch.stack(amax)[1:]
         limit = nvfp4.E2M1_MAX * nvfp4.UE4M3_MAX
         gh = torch.where(reached < 0, largest, reached) / limit
-        self.gh = gh.clamp(min=nvfp4.GLOBAL_MIN)
         scaled = flat.float() * weights.float() if self.cfg.weight_on_input else flat.float()
-        self.gx = (scaled.abs().amax() / limit).clamp(min=nvfp4.GLOBAL_MIN)
+        gx = scaled.abs().amax() / limit
+        if not bool(torch.isfinite(gh).all() & torch.isfinite(gx)):
+            raise ValueError(
+                "the sample holds NaN or Inf, or overflows in an expert: such scales would spoil "
+                "every later call; the layer keeps those that it has"
+            )
+        self.gh, self.gx = (g.clamp(min=nvfp4.GLOBAL_MIN) for g in (gh, gx))
         return {"gh": self.gh, "gx": self.gx}
 
     def save_packed(self, path: str | Path) -> None:
@@ -581,3 +587,9 @@ def _check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...]) -> None:
     table = tensors[3]
     if table is not None and (table.dim() != 2 or table.shape[1] != cfg.top_k):
         raise ValueError(f"tid2eid must be (vocabulary, {cfg.top_k}), got {tuple(table.shape)}")
+    if table is not None and table.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tid2eid must hold int32 or int64, got {table.dtype}")
+    if table is not None and table.numel() and table.device.type != "meta":
+        least, most = (int(t) for t in table.aminmax())  # once: a GPU's gather would not say which
+        if least < 0 or most >= cfg.num_experts:
+            raise ValueError(f"tid2eid must hold ids < {cfg.num_experts}, got {least} to {most}")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,18 @@ def test_calibrate_through_the_router_and_without_a_reached_expert() -> None:
         build().calibrate(tokens(2))
     with pytest.raises(ValueError, match="topk_ids must be"):
         build().calibrate(tokens(3), routing=routing(2))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_calibrate_refuses_a_spoilt_sample(value: float) -> None:
+    """One bad element would make every later token NaN: what the layer has stays."""
+    layer, x, ids_weights = build(activation_scale="static"), tokens(6), routing(6)
+    layer.calibrate(x, routing=ids_weights)
+    before = (layer.gh.clone(), layer.gx.clone())
+    x[2, 5] = value
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        layer.calibrate(x, routing=ids_weights)
+    assert same_bits(layer.gh, before[0]) and same_bits(layer.gx, before[1])
 
 
 # ---- scratch -------------------------------------------------------------------------------------
