@@ -26,6 +26,15 @@ from moe.config import MoEConfig
 from moe.dispatch import Batch, ExchangeCall, ReducedCall, join
 from moe.experts import Numerics, run_torch, scratch_buffers
 from moe.kernels import KERNEL_BACKENDS
+from moe.layer_checks import (
+    ROUTER_FIELDS,
+    check_max_tokens,
+    check_router,
+    check_shared,
+    check_tokens,
+    check_weights,
+    refuse_gradient,
+)
 from moe.local import LocalExperts
 from moe.parallel import Exchange, ExpertParallel
 from moe.ranges import stage
@@ -37,8 +46,6 @@ from moe.workspace import Workspace, total_bytes
 _WEIGHT_FIELDS = tuple(
     f.name for f in dataclasses.fields(ExpertWeights) if f.name != "first_expert"
 )
-_ROUTER_FIELDS = ("router_weight", "router_bias", "selection_bias", "tid2eid")
-_X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FORMAT = "nvfp4-megamoe/1"
 
 
@@ -106,8 +113,8 @@ class MoE(nn.Module):
             raise ValueError(f"parallel must be an ExpertParallel or None, got {parallel!r}")
         self.parallel = parallel
         with contextlib.nullcontext() if parallel is None else parallel.call("construction"):
-            _check_weights(cfg, weights)
-            _check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
+            check_weights(cfg, weights)
+            check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
             self.cfg = cfg
             self.numerics = Numerics(activations, activation_scale, batch_invariant, deterministic)
             self.backend = choose_backend(backend, weights.device)
@@ -141,7 +148,7 @@ class MoE(nn.Module):
                 tensor = tensor.view(torch.uint8)
             self.register_buffer(name, tensor)
         router = (router_weight, router_bias, selection_bias, tid2eid)
-        for name, tensor in zip(_ROUTER_FIELDS, router):
+        for name, tensor in zip(ROUTER_FIELDS, router):
             self.register_buffer(name, None if tensor is None else tensor.detach())
 
     def _local(self, weights: ExpertWeights | kernels_sm90.PackedExperts) -> LocalExperts:
@@ -177,6 +184,10 @@ class MoE(nn.Module):
                 raise ValueError(
                     f"{name} must be float32 {shape}, got {tuple(scale.shape)} {scale.dtype}"
                 )
+            if scale is not None and not (
+                scale.is_contiguous() and scale.device == self.g13.device
+            ):
+                raise ValueError(f"{name} must be contiguous on {self.g13.device}")
             setattr(self, name, scale)
         if self.backend == "sm90":
             kernels_sm90.pack_alphas(self._buffers)
@@ -236,9 +247,11 @@ class MoE(nn.Module):
             logits = router_logits(flat, self.router_weight, self.router_bias)
             ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
             weights = weights * self.cfg.routed_scaling_factor
-        shared = None if self.shared is None else self.shared(flat)
-        if shared is not None and shared.shape != flat.shape:
-            raise ValueError(f"shared must return {tuple(flat.shape)}, got {tuple(shared.shape)}")
+        shared = None
+        if self.shared is not None:
+            with torch.no_grad():  # its parameters may be trainable; this layer's result is not
+                shared = self.shared(flat)
+            check_shared(shared, tuple(flat.shape), flat.device)
         return self._run(flat, ids, weights, shared).reshape(x.shape)
 
     def experts(
@@ -274,8 +287,9 @@ class MoE(nn.Module):
     ) -> Tensor:
         flat = self._check_quantised(x) if isinstance(x, Nvfp4Tensor) else self._check_input(x)
         ids, weights = self._check_ids(flat, topk_ids, topk_weights)
-        if shared is not None and shared.shape != flat.shape:
-            raise ValueError(f"shared must be {tuple(flat.shape)}, got {tuple(shared.shape)}")
+        refuse_gradient(weights, "topk_weights")
+        if shared is not None:
+            check_shared(shared, tuple(flat.shape), flat.device)
         return self._run(flat, ids, weights, shared).reshape(x.shape)
 
     def _check_quantised(self, x: Nvfp4Tensor) -> Nvfp4Tensor:
@@ -313,18 +327,7 @@ class MoE(nn.Module):
         return flat_ids, flat_weights
 
     def _check_input(self, x: Tensor) -> Tensor:
-        hidden = self.cfg.hidden
-        if x.dtype not in _X_DTYPES:
-            raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
-        if x.dim() < 2 or x.shape[-1] != hidden:
-            raise ValueError(f"x must be (T, {hidden}) or (B, S, {hidden}), got {tuple(x.shape)}")
-        if x.device != self.g13.device:
-            raise ValueError(f"x is on {x.device}, the weights are on {self.g13.device}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise RuntimeError(
-                "this layer has no backward (NVFP4 inference): call it under torch.no_grad() or "
-                "detach x; gradients would silently stop here otherwise"
-            )
+        check_tokens(x, self.cfg.hidden, self.g13.device)
         return x.flatten(0, -2)
 
     def _run(self, x: Tokens, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
@@ -381,6 +384,7 @@ class MoE(nn.Module):
         is worst for it: every slot of every rank on this one. With a `Capacity` every call takes
         just these bytes, which can be far fewer.
         """
+        check_max_tokens(max_tokens)
         call = None if self.parallel is None else self._call(self.parallel)
         if call is not None:
             return call.memory(max_tokens)
@@ -538,7 +542,7 @@ class MoE(nn.Module):
             tensors[name] = tensors[name].view(torch.float8_e4m3fn)
         fields_of: dict[str, Any] = {n: tensors.get(n) for n in _WEIGHT_FIELDS}
         weights = ExpertWeights(**fields_of, first_expert=int(meta["first_expert"]))
-        router: dict[str, Any] = {n: tensors.get(n) for n in _ROUTER_FIELDS}
+        router: dict[str, Any] = {n: tensors.get(n) for n in ROUTER_FIELDS}
         numerics: dict[str, Any] = json.loads(meta["numerics"])
         return cls(
             MoEConfig(**fields, activation=activation),
@@ -558,38 +562,3 @@ class MoE(nn.Module):
             f"experts={self.g13.shape[0]}/{c.num_experts}, top_k={c.top_k}, {c.activation}, "
             f"backend={self.backend}, activations={self.numerics.activations}"
         )
-
-
-def _check_weights(cfg: MoEConfig, w: ExpertWeights) -> None:
-    if (w.hidden, w.intermediate) != (cfg.hidden, cfg.intermediate):
-        raise ValueError(
-            f"weights have H={w.hidden}, I={w.intermediate}, the config says H={cfg.hidden}, "
-            f"I={cfg.intermediate}; experts are whole: a slice of I on each rank (tensor "
-            "parallelism inside an expert) is not supported"
-        )
-    if w.gated != cfg.activation.gated:
-        raise ValueError(
-            f"{cfg.activation} {'needs' if cfg.activation.gated else 'has no'} gate projection, "
-            f"the weights have {'one' if w.gated else 'none'}"
-        )
-    if w.first_expert < 0 or w.first_expert + w.num_experts > cfg.num_experts:
-        raise ValueError(
-            f"local experts {w.first_expert}..{w.first_expert + w.num_experts - 1} are not all "
-            f"among the {cfg.num_experts} experts of the config"
-        )
-
-
-def _check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...]) -> None:
-    shapes = ((cfg.num_experts, cfg.hidden), (cfg.num_experts,), (cfg.num_experts,))
-    for name, tensor, shape in zip(_ROUTER_FIELDS, tensors, shapes):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
-    table = tensors[3]
-    if table is not None and (table.dim() != 2 or table.shape[1] != cfg.top_k):
-        raise ValueError(f"tid2eid must be (vocabulary, {cfg.top_k}), got {tuple(table.shape)}")
-    if table is not None and table.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"tid2eid must hold int32 or int64, got {table.dtype}")
-    if table is not None and table.numel() and table.device.type != "meta":
-        least, most = (int(t) for t in table.aminmax())  # once: a GPU's gather would not say which
-        if least < 0 or most >= cfg.num_experts:
-            raise ValueError(f"tid2eid must hold ids < {cfg.num_experts}, got {least} to {most}")

@@ -124,6 +124,8 @@ def route(
                 f"input_ids must hold one id per token, got {input_ids.numel()} for "
                 f"{logits.shape[0]}"
             )
+        if input_ids.is_floating_point():
+            raise TypeError(f"input_ids must be integers, got {input_ids.dtype}")
         token_ids = input_ids.reshape(-1).long()
         padding = (token_ids < 0).unsqueeze(-1)  # (T, 1); as an index -1 would be the last row
         ids = tid2eid[token_ids.clamp(min=0)].long()

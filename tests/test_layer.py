@@ -176,7 +176,7 @@ def test_shared_expert_sees_flat_tokens_and_must_keep_their_shape() -> None:
     layer = routed(shared=shared)
     layer(tokens(2, 3))
     assert seen == [(6, H)]
-    with pytest.raises(ValueError, match=r"shared must return \(6, 96\)"):
+    with pytest.raises(ValueError, match=r"shared must be \(6, 96\)"):
         routed(shared=lambda x: x[:, :4])(tokens(2, 3))
 
 

@@ -1,0 +1,86 @@
+"""What the layer refuses, before anything is allocated or launched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe.config import MoEConfig
+from moe.weights import ExpertWeights
+
+X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUTER_FIELDS = ("router_weight", "router_bias", "selection_bias", "tid2eid")
+
+
+def check_tokens(x: Tensor, hidden: int, device: torch.device) -> None:
+    """x of a call: (T, hidden) or (B, S, hidden) on ``device``."""
+    if x.dtype not in X_DTYPES:
+        raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
+    if x.dim() < 2 or x.shape[-1] != hidden:
+        raise ValueError(f"x must be (T, {hidden}) or (B, S, {hidden}), got {tuple(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"x is on {x.device}, the weights are on {device}")
+    refuse_gradient(x, "x")
+
+
+def check_shared(shared: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Output of a shared expert for tokens (T, hidden) = ``shape``."""
+    if tuple(shared.shape) != shape:
+        raise ValueError(f"shared must be {shape}, got {tuple(shared.shape)}")
+    if shared.dtype not in X_DTYPES:
+        raise TypeError(f"shared must be bfloat16, float16 or float32, got {shared.dtype}")
+    if shared.device != device:
+        raise ValueError(f"shared is on {shared.device}, the weights are on {device}")
+    refuse_gradient(shared, "shared")
+
+
+def refuse_gradient(tensor: Tensor, name: str) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "this layer has no backward (NVFP4 inference): call it under torch.no_grad() or "
+            f"detach {name}; gradients would silently stop here otherwise"
+        )
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
+
+
+def check_weights(cfg: MoEConfig, w: ExpertWeights) -> None:
+    """Weights of a layer, all experts or a rank's."""
+    if (w.hidden, w.intermediate) != (cfg.hidden, cfg.intermediate):
+        raise ValueError(
+            f"weights have H={w.hidden}, I={w.intermediate}, the config says H={cfg.hidden}, "
+            f"I={cfg.intermediate}; experts are whole: a slice of I on each rank (tensor "
+            "parallelism inside an expert) is not supported"
+        )
+    if w.gated != cfg.activation.gated:
+        raise ValueError(
+            f"{cfg.activation} {'needs' if cfg.activation.gated else 'has no'} gate projection, "
+            f"the weights have {'one' if w.gated else 'none'}"
+        )
+    if w.first_expert < 0 or w.first_expert + w.num_experts > cfg.num_experts:
+        raise ValueError(
+            f"local experts {w.first_expert}..{w.first_expert + w.num_experts - 1} are not all "
+            f"among the {cfg.num_experts} experts of the config"
+        )
+
+
+def check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...]) -> None:
+    """``tensors``: one for each of `ROUTER_FIELDS`."""
+    shapes = ((cfg.num_experts, cfg.hidden), (cfg.num_experts,), (cfg.num_experts,))
+    for name, tensor, shape in zip(ROUTER_FIELDS, tensors, shapes):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+    table = tensors[3]
+    if table is not None and (table.dim() != 2 or table.shape[1] != cfg.top_k):
+        raise ValueError(f"tid2eid must be (vocabulary, {cfg.top_k}), got {tuple(table.shape)}")
+    if table is not None and table.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tid2eid must hold int32 or int64, got {table.dtype}")
+    if table is not None and table.numel() and table.device.type != "meta":
+        least, most = (int(t) for t in table.aminmax())  # once: a GPU's gather would not say which
+        if least < 0 or most >= cfg.num_experts:
+            raise ValueError(f"tid2eid must hold ids < {cfg.num_experts}, got {least} to {most}")
