@@ -130,6 +130,8 @@ def cmd_explain(args: argparse.Namespace, console: Console) -> None:
     cfg = find_config(name)
     if args.tokens < 0:
         raise ValueError(f"--tokens must be 0 or more, got {args.tokens}")
+    if args.ranks < 1 or cfg.num_experts % args.ranks:
+        raise ValueError(f"--ranks must divide {cfg.num_experts} experts, got {args.ranks}")
     title = f"{name}: {args.tokens} tokens, {cfg.num_experts} experts, top {cfg.top_k}"
     out = table(title, "step", "what happens", "shape", "bytes", words=2)
     for step in explain(cfg, args.tokens):

@@ -249,6 +249,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "needs a CUDA GPU: these are times\n")
     rate = copy_rate()
     device = torch.cuda.get_device_name()
     sys.stdout.write(f"{device}, copy {rate / 1e12:.2f} TB/s (read + written)\n")

@@ -240,6 +240,23 @@ def test_no_read_past_the_last_row(gathered: bool) -> None:
 
 
 @needs_simulator
+@pytest.mark.parametrize("experts", [1, 2, 31, 32, 33])
+def test_no_read_past_the_last_offset(experts: int) -> None:
+    """H32: expert_offsets of exactly E+1 elements end at an unmapped page."""
+    counts = tuple(1 if e % 8 == 0 else 0 for e in range(experts))
+    data = Inputs(Problem(counts, n=32, k=64))
+    offsets = Edge()(data.offsets)
+    args = (data.a, data.weights)
+    got = simulated(gemm_ops.grouped_gemm, *args, offsets, data.alpha)
+    assert_same(got, gemm_ops.grouped_gemm(*args, data.offsets, data.alpha), "GEMM")
+    x = torch.randn(sum(counts), 64).bfloat16()
+    for got, want in zip(
+        simulated(ops.quantize_rows, x, offsets), ops.quantize_rows(x, data.offsets)
+    ):
+        assert_same(got, want, "quantiser")
+
+
+@needs_simulator
 def test_a_poisoned_workspace_reaches_nothing() -> None:
     """H03: what earlier calls left in shared scratch memory has no effect."""
     from moe import Workspace

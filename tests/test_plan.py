@@ -194,18 +194,11 @@ def test_weights_of_other_float_types_become_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 5, 7, 40, 60, 160, 385])
 def test_h32_any_number_of_experts(experts: int) -> None:
-    """H32: offsets of exactly E+1 elements; nothing after them is read."""
+    """H32: offsets of exactly E+1 elements (what kernels read: tests/test_kernel_reports.py)."""
     ids, weights = random_routing(50, min(2, experts), experts)
     plan = make_plan(ids, weights, experts)
     assert_plan(plan, plan_by_hand(ids, weights, experts))
     assert plan.expert_offsets.numel() == experts + 1
-    guarded = torch.full((experts + 1 + 64,), GUARD, dtype=torch.int32)
-    guarded[: experts + 1] = plan.expert_offsets
-    again = dataclasses.replace(plan, expert_offsets=guarded[: experts + 1])
-    assert torch.equal(row_expert(again), row_expert(plan))
-    rows = plan.row_token.numel()
-    want = nvfp4.grouped_rows(plan.expert_offsets.clone(), rows)
-    assert torch.equal(nvfp4.grouped_rows(again.expert_offsets, rows), want)
 
 
 def test_h35_expert_offsets_beyond_32_bits_are_exact() -> None:

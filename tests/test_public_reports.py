@@ -76,7 +76,7 @@ WHERE: dict[int, tuple[str, ...]] = {
     29: ("test_weights.py",),
     30: ("test_weights.py", CHECKPOINT),
     31: ("test_gemm_ops.py",),
-    32: ("test_plan.py",),
+    32: ("test_plan.py", "test_kernel_reports.py"),
     33: ("test_gemm_ops.py",),
     34: (HERE, KERNELS),
     35: ("test_plan.py", HERE),
