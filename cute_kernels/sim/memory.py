@@ -58,12 +58,13 @@ class TensorRanges:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], list[weakref.ref]] = {}
+        # by storage, the references to its tensors by identity: Python makes one per tensor
+        self._known: dict[tuple[int, int], dict[int, weakref.ref]] = {}
 
     def live(self) -> list[tuple[int, int]]:
         """(first, end) of the storages that still belong to one of the tensors found."""
         for key, refs in list(self._known.items()):
-            left = [r for r in refs if _storage(r()) == key]
+            left = {i: r for i, r in refs.items() if _storage(r()) == key}
             if left:
                 self._known[key] = left
             else:
@@ -82,7 +83,8 @@ class TensorRanges:
             if known:
                 key = _storage(thing)
                 if key is not None:
-                    self._known.setdefault(key, []).append(weakref.ref(thing))
+                    ref = weakref.ref(thing)
+                    self._known.setdefault(key, {})[id(ref)] = ref
 
 
 def _storage(tensor: torch.Tensor | None) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from cute_kernels.sim.checks import OutOfBounds
 
+_LOWEST, _HIGHEST = 1 << 32, 1 << 47  # addresses of a 64-bit process
 MOST_BYTES = 1 << 28  # larger predecessors are not kept: their writes are visible at once
 
 
@@ -33,8 +34,6 @@ class Overlap:
         """Before a launch. `late`: it has the programmatic attribute, and the schedule says that
         what its predecessor wrote comes late."""
         triggers = any(i.base == "griddepcontrol" and "launch_dependents" in i.mods for i in instrs)
-        if triggers:
-            self._memory.refresh(scan=True)
         self._next = self._snapshot(params) if triggers else []
         if late:
             self._hide()
@@ -71,7 +70,8 @@ class Overlap:
         words = np.frombuffer(params[: len(params) // 8 * 8], np.uint64)
         found: dict[int, int] = {}
         for word in set(map(int, words)):
-            if word and self._memory.contains(word, 1):
+            # other words would be looked for among all objects of the process, in vain
+            if _LOWEST <= word < _HIGHEST and self._memory.search(word, 1):
                 try:
                     first, end = self._memory.range_of(word, 1)
                 except OutOfBounds:
