@@ -156,8 +156,8 @@ def layer_table(cfg: MoEConfig, model: Bert, folder: Path, tokens: Tokens) -> Te
         _, weights, _ = load_checkpoint(folder, layer=0, config=cfg, h_scale=h_scale)
         layer = MoE(cfg, without_biases(weights), **options)
         y = layer.experts(tokens.x, ids, mix)
-        numerics = dataclasses.asdict(layer.numerics)
-        stages = reference.experts(tokens.x, ids, mix, cfg, layer.weights, **numerics)
+        ways = (layer.numerics.activations, layer.numerics.activation_scale)
+        stages = reference.experts(tokens.x, ids, mix, cfg, layer.weights, *ways)
         x_seen = stages.x * stages.gx.double().unsqueeze(-1)
         h_seen = stages.hq * stages.gh.double().unsqueeze(-1)
         blocks = [
