@@ -60,6 +60,7 @@ class TensorRanges:
     def __init__(self) -> None:
         # by storage, the references to its tensors by identity: Python makes one per tensor
         self._known: dict[tuple[int, int], dict[int, weakref.ref]] = {}
+        self.nowhere: set[int] = set()  # see `GlobalMemory.look_for`
 
     def live(self) -> list[tuple[int, int]]:
         """(first, end) of the storages that still belong to one of the tensors found."""
@@ -146,6 +147,14 @@ class GlobalMemory:
             self._tensors.scan(generation)
             self.refresh()
         return self.contains(address, size)
+
+    def look_for(self, words: set[int]) -> None:
+        """Finds the tensors that ``words`` point into, with one scan at most. Words that pointed
+        nowhere are not looked for again: parameters hold numbers that only look like addresses."""
+        unknown = {w for w in words - self._tensors.nowhere if not self.contains(w, 1)}
+        if unknown:
+            self.refresh(scan=True)
+            self._tensors.nowhere.update(w for w in unknown if not self.contains(w, 1))
 
     def contains(self, address: int, size: int) -> bool:
         i = int(np.searchsorted(self.ranges[:, 0], address, side="right")) - 1

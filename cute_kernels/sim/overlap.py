@@ -69,9 +69,10 @@ class Overlap:
         """Copies of the allocations that the parameters point into, tensor maps included."""
         words = np.frombuffer(params[: len(params) // 8 * 8], np.uint64)
         found: dict[int, int] = {}
-        for word in set(map(int, words)):
-            # other words would be looked for among all objects of the process, in vain
-            if _LOWEST <= word < _HIGHEST and self._memory.search(word, 1):
+        addresses = {w for w in map(int, words) if _LOWEST <= w < _HIGHEST}
+        self._memory.look_for(addresses)
+        for word in addresses:
+            if self._memory.contains(word, 1):
                 try:
                     first, end = self._memory.range_of(word, 1)
                 except OutOfBounds:

@@ -37,3 +37,15 @@ def test_tensors_are_found_when_they_are_asked_for() -> None:
     del tensor
     memory.refresh()
     assert not memory.contains(address, 1)
+
+
+def test_numbers_that_look_like_addresses_are_looked_for_once(monkeypatch) -> None:
+    memory, scans = GlobalMemory(TensorRanges()), []
+    scan = memory._tensors.scan
+    monkeypatch.setattr(memory._tensors, "scan", lambda g: (scans.append(g), scan(g)))
+    tensor = torch.zeros(16)
+    words = {tensor.data_ptr(), 0x1234_5678_9ABC}
+    for _ in range(3):
+        memory.look_for(words)
+        assert memory.contains(tensor.data_ptr(), 64)
+    assert scans == [0, 1, 2]

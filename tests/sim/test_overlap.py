@@ -24,6 +24,9 @@ class Memory:
 
     search = contains
 
+    def look_for(self, words: set[int]) -> None:
+        return None
+
     def range_of(self, address: int, size: int) -> tuple[int, int]:
         lo = self.array.ctypes.data
         return lo, lo + len(self.array)
