@@ -73,6 +73,21 @@ def scaled(values, first: int, count: int, pair) -> list:
     return [v for both in pairs for v in both]
 
 
+def row_values(row, values, col, first: int, count: int) -> list:
+    """values[first : first + count] times row.alpha, plus the biases from column ``col`` on where
+    the row has any."""
+    part = scaled(values, first, count, (row.alpha, row.alpha))
+    if row.bias is None:
+        return part
+    bias = row.bias + col * 4
+    return [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
+
+
+def expert_bias(bias, place):
+    """Address of the biases of place.expert, None where there are none."""
+    return None if bias is None else bias.toint() + Int64(place.expert) * place.n * 4
+
+
 class StoreArgs(NamedTuple):
     out: Any
     alpha: Any
@@ -94,6 +109,13 @@ class ColumnStore(NamedTuple):
     alpha: Any
     scales: Any
     bias: Any
+
+
+def begin_column(args, place, count) -> ColumnStore:
+    """``args`` with alpha, row_scale and bias, the last two None where there are none."""
+    alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
+    bias = None if args.bias is None else column_bias(args.bias, place)
+    return ColumnStore(alpha, row_scales(place, args.row_scale, None, count), bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +148,8 @@ class StoreRows:
     def begin_row(self, args, place):
         alpha = row_alpha(place, args.alpha, args.row_scale, None)
         size = _BYTES[self.dtype]
-        bias = None
-        if self.biased:
-            bias = args.bias.toint() + Int64(place.expert) * place.n * 4
-        return RowStore(alpha, args.out.toint() + Int64(place.row) * place.n * size, bias)
+        out = args.out.toint() + Int64(place.row) * place.n * size
+        return RowStore(alpha, out, expert_bias(args.bias, place))
 
     @cute.jit
     def store_row(self, args, row, values, place):
@@ -138,16 +158,12 @@ class StoreRows:
         base = row.out + place.col * size
         for i in cutlass.range_constexpr(self.width // per_store):
             if place.col + i * per_store < place.n:
-                part = scaled(values, i * per_store, per_store, (row.alpha, row.alpha))
-                if cutlass.const_expr(self.biased):
-                    bias = row.bias + (place.col + i * per_store) * 4
-                    part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
+                col = place.col + i * per_store
+                part = row_values(row, values, col, i * per_store, per_store)
                 ptx.store_u32x8(base + 32 * i, self.pack(part))
 
     def begin_col(self, args, place, count):
-        alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
-        bias = column_bias(args.bias, place) if self.biased else None
-        return ColumnStore(alpha, row_scales(place, args.row_scale, None, count), bias)
+        return begin_column(args, place, count)
 
     @cute.jit
     def store_col(self, args, col, values, place, rows):
@@ -260,9 +276,7 @@ class ActivationQuantize:
         g = ptx.load_f32(args.out_scale.toint() + Int64(place.expert) * 4)
         c = Float32(1.0) / ptx.mul(g, Float32(6.0))
         inter = place.n // parts
-        bias = None
-        if self.biased:
-            bias = args.bias.toint() + Int64(place.expert) * place.n * 4
+        bias = expert_bias(args.bias, place)
         data = args.data.toint() + Int64(place.row) * (inter // 2)
         padded = (inter // BLOCK + 3) // 4 * 4
         scale = args.scale.toint() + scale_offset(place.sf_row, 0, padded)

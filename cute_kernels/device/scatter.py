@@ -18,8 +18,8 @@ from cutlass import Float32, Int64, Uint32
 from cute_kernels.compile import Ptr
 from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
-from cute_kernels.device.epilogues import ColumnStore, row_alpha, scaled
-from cute_kernels.device.lanes import column_bias, row_factor, row_scales, step_scales
+from cute_kernels.device.epilogues import begin_column, expert_bias, row_alpha, row_values
+from cute_kernels.device.lanes import row_factor, step_scales
 
 
 class ScatterArgs(NamedTuple):
@@ -79,13 +79,12 @@ class ScatterAdd:
     def begin_row(self, args, place):
         alpha = row_alpha(place, args.alpha, args.row_scale, None)
         token = ptx.load_i32(args.row_token.toint() + Int64(place.row) * 4)
-        weight = bias = None
+        weight = None
         if self.weighted:
             weight = ptx.load_f32(args.row_weight.toint() + Int64(place.row) * 4)
-        if self.biased:
-            bias = args.bias.toint() + Int64(place.expert) * place.n * 4
         size = 4 if self.dtype == "Float32" else 2
-        return RowScatter(alpha, weight, args.y.toint() + Int64(token) * place.n * size, bias)
+        y = args.y.toint() + Int64(token) * place.n * size
+        return RowScatter(alpha, weight, y, expert_bias(args.bias, place))
 
     @cute.jit
     def store_row(self, args, row, values, place):
@@ -94,16 +93,12 @@ class ScatterAdd:
         base = row.y + place.col * size
         for i in cutlass.range_constexpr(self.width // per_store):
             if place.col + i * per_store < place.n:
-                part = scaled(values, i * per_store, per_store, (row.alpha, row.alpha))
-                if cutlass.const_expr(self.biased):
-                    bias = row.bias + (place.col + i * per_store) * 4
-                    part = [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
+                col = place.col + i * per_store
+                part = row_values(row, values, col, i * per_store, per_store)
                 self.add(base + 16 * i, self.addends(part, row.weight))
 
     def begin_col(self, args, place, count):
-        alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
-        bias = column_bias(args.bias, place) if self.biased else None
-        return ColumnStore(alpha, row_scales(place, args.row_scale, None, count), bias)
+        return begin_column(args, place, count)
 
     @cute.jit
     def store_col(self, args, col, values, place, rows):
