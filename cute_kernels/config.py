@@ -8,6 +8,9 @@ import dataclasses
 
 SMEM_PER_CTA = 232448  # bytes a CTA may have on SM100 (227 KB)
 TMEM_COLUMNS = 512
+# SMs of the 148 of a B200 that clusters of this size cover (published measurements): a cluster lies
+# within one GPC, those have 16 to 20 SMs, and what is left over idles
+USABLE_SMS = {1: 148, 2: 148, 4: 132, 8: 120}
 DECODE_STEP = 16  # rows by which a decode tile grows: one box of rows to load, 16 columns of an MMA
 
 
@@ -129,11 +132,9 @@ def clusters_at_once(sms: int, cluster: int) -> int:
     """Clusters that run at the same time on ``sms`` multiprocessors, at least 1: the grid of a
     persistent kernel, whose static schedule would wait for a cluster that starts late.
 
-    A cluster lies within one GPC, and those of a B200 (148 SMs) have 16 to 20 SMs: clusters of 4
-    cover 132 SMs, of 8 120 (published measurements; a GPC with odd SMs left over leaves them idle).
+    A GPU with another number of SMs than a B200 is taken to lose the same share of them.
     """
-    covered = {4: 132, 8: 120}.get(cluster, 148)
-    return max(sms * covered // 148 // cluster, 1)
+    return max(sms * USABLE_SMS[cluster] // USABLE_SMS[1] // cluster, 1)
 
 
 def tile_bytes(config: GemmConfig, n: int) -> int:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from cute_kernels.config import GemmConfig, choose_config
+from cute_kernels.config import USABLE_SMS, GemmConfig, choose_config
 
 CLOCK = 1.85e3  # clocks per microsecond
-SMS = {1: 148, 2: 148, 4: 132, 8: 120}  # that clusters of this size can cover
+SMS = USABLE_SMS
 FABRIC = 13.5e6  # bytes per microsecond from L2 into all SMs; fitted to published times
 FILL = 130.0  # bytes per clock into one SM
 STORE_WEIGHT = 2.0  # fabric bytes per stored byte; fitted

@@ -10,8 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
-from cute_kernels.config import SMEM_PER_CTA, TMEM_COLUMNS, GemmConfig, choose_config
-from cute_kernels.forecast import SMS as USABLE_SMS
+from cute_kernels.config import (
+    SMEM_PER_CTA,
+    TMEM_COLUMNS,
+    GemmConfig,
+    choose_config,
+    clusters_at_once,
+)
 from cute_kernels.forecast import Forecast, forecast_chosen
 from moe.config import MoEConfig
 from profiling.roofline import PEAKS, Peaks, Share, Stage, padded, stages
@@ -102,7 +107,7 @@ def blackwell_gemm(name: str, n: int, k: int, counts: list[int], sms: int) -> Ge
     c = choose_config(sum(counts), len(counts), n)
     row_tiles = sum(-(-rows // c.tile_rows) for rows in counts)
     tiles = row_tiles * -(-n // c.tile_columns)
-    clusters = min(sms, USABLE_SMS[c.cluster]) // c.cluster
+    clusters = clusters_at_once(sms, c.cluster)
     return Gemm(
         name, n, k, f"sm100 {c.name}", (c.tile_rows, c.tile_columns, c.tile_k), c.cluster,
         c.stages, c.stage_bytes, tiles, -(-tiles // clusters), shared_memory(c), tensor_memory(c),

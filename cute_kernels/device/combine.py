@@ -17,8 +17,6 @@ from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
 from cute_kernels.device.quantize import tree
 
-_VALUES = {"BFloat16": 8, "Float16": 8, "Float32": 4}  # of one 16-byte access
-
 
 def _spread(vectors: int, most: int = 256) -> tuple[int, int]:
     """(threads, CTAs) for ``vectors`` accesses of one row: whole warps, fewest idle threads."""

@@ -39,7 +39,6 @@ of the half are swapped.
 
 from __future__ import annotations
 
-BLOCK_ROWS = 64
 BLOCK_K = 64
 TILE_ROWS = 128  # rows of two blocks side by side; weight rows are padded to it
 TILE_K = 128  # K of a packed weight is padded to it
