@@ -24,12 +24,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moe import ranges
+from profiling.nsight import base_parser, run_tool, short_name
 
 # label -> names of the counter on different chips: the first that the report has is shown
 COUNTERS = {
@@ -154,21 +154,6 @@ def range_of(row: dict[str, str]) -> str:
     return next((name for name in ranges.STAGES if name in text), "")
 
 
-def short_name(name: str, most: int = 60) -> str:
-    """Without parameters, arguments of templates and what the DSL appends to a name."""
-    depth = 0
-    out: list[str] = []
-    for c in name:
-        depth -= c == ">"
-        if depth == 0 and c not in ">":
-            if c == "(" and out:
-                break
-            out.append(c)
-        depth += c == "<"
-    plain = "".join(out).replace("<", "").removeprefix("void ").strip()
-    return plain.partition("_kernel_cutlass")[0].removesuffix("_0")[:most]
-
-
 def explain_failure(text: str) -> str:
     """One line for the usual reasons why ncu gives no table."""
     if "ERR_NVGPUCTRPERM" in text:
@@ -210,52 +195,16 @@ def report(kernels: list[Kernel], console: Console) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    from profiling.workload import add_case_arguments
-
-    p = argparse.ArgumentParser(
-        prog="python -m profiling.ncu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_case_arguments(p)
-    p.add_argument("--tokens", type=int, default=64)
-    p.add_argument("--backend", default="auto")
+    p = base_parser("ncu", __doc__, "a kept report")
+    p.set_defaults(calls=1)  # kernels are replayed: more calls say nothing new
     p.add_argument("--ranges", nargs="+", default=list(ranges.STAGES), choices=ranges.STAGES)
     p.add_argument("--processes", type=int, default=1, help="ranks in lockstep (needs ncu 2026.1)")
     p.add_argument("--csv", type=Path, help="keep the report")
-    p.add_argument("--parse", type=Path, help="print the table of a kept report, run nothing")
-    p.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, other = split(given)
-    args = parser().parse_args(own)
-    console = Console() if sys.stdout.isatty() else Console(width=170)
-    try:
-        if args.parse:
-            report(parse(args.parse.read_text(errors="replace")), console)
-            return 0
-        return run(args, other or workload_command(args), console)
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 2
-
-
-def split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Arguments of ours, and the command behind ``--`` (empty without one)."""
-    at = given.index("--") if "--" in given else len(given)
-    return given[:at], given[at + 1 :]
-
-
-def workload_command(args: Any, calls: int = 1) -> list[str]:
-    """`profiling.workload` with the case of ``args``, in ranges."""
-    return [
-        sys.executable, "-m", "profiling.workload", "--case", args.case, "--ranks", str(args.ranks),
-        "--tokens", str(args.tokens), "--h-scale", args.h_scale, "--activations", args.activations,
-        "--backend", args.backend, "--calls", str(calls), "--nvtx",
-    ]  # fmt: skip
+    return run_tool(argv, parser(), 170, lambda text, console: report(parse(text), console), run)
 
 
 def run(args: argparse.Namespace, target: list[str], console: Console) -> int:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe import ranges
-from profiling.ncu import short_name, split, workload_command
+from profiling.nsight import base_parser, run_tool, short_name
 
 REPORT = "nvtx_kern_sum"
 
@@ -107,36 +107,14 @@ def show(kernels: list[KernelSum], console: Console) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    from profiling.workload import add_case_arguments
-
-    p = argparse.ArgumentParser(
-        prog="python -m profiling.nsys",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_case_arguments(p)
-    p.add_argument("--tokens", type=int, default=64)
-    p.add_argument("--backend", default="auto")
+    p = base_parser("nsys", __doc__, "a kept CSV")
     p.add_argument("--calls", type=int, default=5)
     p.add_argument("--report", type=Path, default=Path("layer"), help="name, without extension")
-    p.add_argument("--parse", type=Path, help="print the table of a kept CSV, run nothing")
-    p.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, other = split(given)
-    args = parser().parse_args(own)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
-    try:
-        if args.parse:
-            show(parse(args.parse.read_text(errors="replace")), console)
-            return 0
-        return run(args, other or workload_command(args, args.calls), console)
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 2
+    return run_tool(argv, parser(), 140, lambda text, console: show(parse(text), console), run)
 
 
 def run(args: argparse.Namespace, target: list[str], console: Console) -> int:
