@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moe import exchange
 from moe.exchange import Sizes, Wire, exchange_buffers
-from moe.local import LocalExperts
+from moe.local import LocalExperts, TokenRows
 from moe.parallel import Capacity, Exchange, ExpertParallel
 from moe.ranges import stage
 from moe.reference import Tokens, output_dtype
@@ -114,7 +115,7 @@ class ExchangeCall:
 
     def _by_counts(self, batch: Batch, packed: Tensor, owner: Tensor) -> Tensor:
         """Sizes follow the routing: one exchange of counts, for which the host waits."""
-        parallel, local, reduced = self.parallel, self.local, self.mode.pre_reduce
+        parallel, reduced = self.parallel, self.mode.pre_reduce
         with parallel.phase("counts"):
             going = exchange.depart(owner, parallel.size)
         there, here = parallel.exchange_counts(going.counts(), self.layer)
@@ -124,20 +125,16 @@ class ExchangeCall:
         sizes = Sizes(sum(sent), sum(received), sum(slots_here), sum(back))
         with parallel.phase("dispatch"):
             scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
-            leaving, arriving, out, returned = scratch[:4]
+            leaving, arriving, _, returned = scratch[:4]
             exchange.gather_rows(packed, going.tokens(), leaving)
         parallel.all_to_all("dispatch", arriving, leaving, received, sent)
         with parallel.phase("experts"):
-            tokens, ids, weights = self.wire.unpack(arriving)
-            mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
-            plan = local.plan(ids, mix, sizes.computed)
-            parallel.received = plan.expert_offsets
-            o = local.rows(tokens, plan, scratch[4:])
-            if reduced:
-                out = self._partial(o, plan.token_rows, mix)
-            else:
-                index = exchange.leaving_rows(plan.token_rows, sizes.computed)
-                torch.index_select(o, 0, index, out=out)
+            out = self._compute(
+                self.wire.unpack(arriving),
+                scratch,
+                sizes.computed,
+                lambda token_rows: exchange.leaving_rows(token_rows, sizes.computed),
+            )
         back_here = received if reduced else slots_here
         parallel.all_to_all("return", returned[: sizes.returned], out, back, back_here)
         with parallel.phase("combine"), stage("moe.combine"):
@@ -146,12 +143,12 @@ class ExchangeCall:
 
     def _by_places(self, batch: Batch, packed: Tensor, owner: Tensor, capacity: Capacity) -> Tensor:
         """Sizes are fixed, nothing waits for the device."""
-        parallel, local, reduced = self.parallel, self.local, self.mode.pre_reduce
+        parallel, reduced = self.parallel, self.mode.pre_reduce
         ranks, rows = parallel.size, self._rows(capacity)
         sizes = self.worst(capacity.tokens)
         with parallel.phase("dispatch"):
             scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
-            leaving, arriving, out, returned = scratch[:4]
+            leaving, arriving, _, returned = scratch[:4]
             booking = exchange.book(owner, ranks, capacity.tokens, rows)
             parallel.count_lost(booking.lost, booking.needed)
             if batch.x.shape[0]:
@@ -162,19 +159,35 @@ class ExchangeCall:
             tokens, ids, weights = self.wire.unpack(arriving)
             mine = exchange.owners(ids, parallel.bounds(ids.device)) == parallel.rank
             ids = exchange.keep_places(ids, mine, ranks, rows)
-            mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
-            plan = local.plan(ids, mix, sizes.computed)
-            parallel.received = plan.expert_offsets
-            o = local.rows(tokens, plan, scratch[4:])
-            if reduced:
-                out = self._partial(o, plan.token_rows, mix)
-            else:
-                index = exchange.leaving_places(plan.token_rows, ranks, rows)
-                torch.index_select(o, 0, index, out=out)
+            out = self._compute(
+                (tokens, ids, weights),
+                scratch,
+                sizes.computed,
+                lambda token_rows: exchange.leaving_places(token_rows, ranks, rows),
+            )
         parallel.all_to_all("return", returned, out)
         with parallel.phase("combine"), stage("moe.combine"):
             y = self._sum(returned, booking.token_rows if reduced else booking.rows, batch)
             return torch.where(booking.lost.unsqueeze(1), torch.nan, y)
+
+    def _compute(
+        self,
+        arrived: tuple[TokenRows, Tensor, Tensor | None],
+        scratch: list[Tensor],
+        computed: int,
+        leaving: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Tokens, ids and weights that arrived -> the rows that go back, bf16. ``scratch`` is that
+        of the call, ``computed`` the rows of experts; ``leaving`` orders them from the plan's
+        token_rows where they are not summed here."""
+        tokens, ids, weights = arrived
+        mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
+        plan = self.local.plan(ids, mix, computed)
+        self.parallel.received = plan.expert_offsets
+        o = self.local.rows(tokens, plan, scratch[4:])
+        if self.mode.pre_reduce:
+            return self._partial(o, plan.token_rows, mix)
+        return torch.index_select(o, 0, leaving(plan.token_rows), out=scratch[2])
 
     def _partial(self, o: Tensor, token_rows: Tensor, weights: Tensor) -> Tensor:
         """bf16 (N, H): each received token's slots, weighted and summed in fp32."""
