@@ -35,7 +35,7 @@ from cute_kernels.launch import (
 from cute_kernels.nvfp4 import BLOCK, check_expert_offsets, grouped_scale_rows
 
 _OPERAND_NAMES = ("rows", "scales of the rows", "weights", "scales of the weights")
-_K_MULTIPLE = 32  # TMA: the pitch of a row of codes is a multiple of 16 bytes
+K_MULTIPLE = 32  # TMA: the pitch of a row of codes is a multiple of 16 bytes
 
 
 class Rows(NamedTuple):
@@ -254,9 +254,9 @@ def _check(rows: Rows, weights: Weights, offsets: Tensor) -> tuple[int, int, int
             f"rows must be uint8 (rows, {half}) for weights of K = {k}, got "
             f"{tuple(rows.data.shape)} {rows.data.dtype}"
         )
-    if k % _K_MULTIPLE or n % BLOCK:
+    if k % K_MULTIPLE or n % BLOCK:
         raise ValueError(
-            f"K must be a multiple of {_K_MULTIPLE} (16-byte rows for TMA) and N of {BLOCK}, got "
+            f"K must be a multiple of {K_MULTIPLE} (16-byte rows for TMA) and N of {BLOCK}, got "
             f"K = {k}, N = {n}"
         )
     if rows.row_token is not None:

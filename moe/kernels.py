@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.gemm_ops import (
+    K_MULTIPLE,
     HiddenScales,
     Rows,
     ScatterTarget,
@@ -39,25 +41,23 @@ from moe.weights import ExpertWeights
 from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
 KERNEL_BACKENDS = ("sm100", "sim")
-_K_MULTIPLE = 32  # TMA: a row of codes is a multiple of 16 bytes
+_PLANS = 1024  # sizes of calls whose scratch is remembered
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def check_layer(backend: str, cfg: MoEConfig, activations: str) -> None:
-    """Raises ValueError for a layer that the kernels cannot compute."""
+    """Raises ValueError for a layer that the kernels cannot compute: hidden and intermediate are
+    the K of its GEMMs."""
     if activations != "nvfp4":
         raise ValueError(
             f"backend {backend!r} multiplies NVFP4 by NVFP4: activations must be 'nvfp4', got "
             f"{activations!r}"
         )
-    if cfg.hidden % _K_MULTIPLE or cfg.intermediate % _K_MULTIPLE:
+    if cfg.hidden % K_MULTIPLE or cfg.intermediate % K_MULTIPLE:
         raise ValueError(
             f"backend {backend!r} reads rows by TMA: hidden and intermediate must be multiples of "
-            f"{_K_MULTIPLE}, got {cfg.hidden} and {cfg.intermediate}; backend='torch' takes them"
+            f"{K_MULTIPLE}, got {cfg.hidden} and {cfg.intermediate}; backend='torch' takes them"
         )
-
-
-_PLANS = 1024  # sizes of calls whose scratch is remembered
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Experts(NamedTuple):
@@ -282,10 +282,7 @@ def received_buffers(rows: int, cfg: MoEConfig, experts: Experts) -> list[Buffer
 
 def _fit(memory: Tensor, buffer: Buffer) -> Tensor:
     """The start of ``memory`` as a tensor of the buffer's shape."""
-    size = 1
-    for n in buffer.shape:
-        size *= n
-    return memory.view(-1)[:size].view(buffer.shape)
+    return memory.view(-1)[: math.prod(buffer.shape)].view(buffer.shape)
 
 
 def _received(
