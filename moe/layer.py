@@ -28,6 +28,7 @@ from moe.experts import Numerics, run_torch, scratch_buffers
 from moe.kernels import KERNEL_BACKENDS
 from moe.layer_checks import (
     ROUTER_FIELDS,
+    check_backend,
     check_max_tokens,
     check_router,
     check_shared,
@@ -63,7 +64,7 @@ class MoE(nn.Module):
     shared            callable (T, H) -> (T, H), for example a module; added last, without the
                       routed factor
     backend           "auto" or a name from `python -m moe backends`; the one in use is
-                      `layer.backend`
+                      `layer.backend`. "auto" follows `.to(device)`
     activations       "nvfp4": x and h are quantised (W4A4); "bf16": they are rounded to bf16
                       (W4A16)
     activation_scale  outer scale of x: "per_token", "static" (weights.gx) or "per_tensor"
@@ -117,19 +118,9 @@ class MoE(nn.Module):
             check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
             self.cfg = cfg
             self.numerics = Numerics(activations, activation_scale, batch_invariant, deterministic)
-            self.backend = choose_backend(backend, weights.device)
-            if not deterministic and (self.backend not in KERNEL_BACKENDS or parallel is not None):
-                raise ValueError(
-                    f"deterministic=False needs one of the backends {KERNEL_BACKENDS} in one "
-                    f"process: backend {self.backend!r} has no other order of sums to offer"
-                )
-            if self.backend in KERNEL_BACKENDS:
-                kernels.check_layer(self.backend, cfg, activations)
-            if batch_invariant and self.backend == "torch" and weights.device.type != "cpu":
-                raise ValueError(
-                    "backend 'torch' on a GPU leaves the order of sums to torch: a token would "
-                    "have other bits in another batch, which batch_invariant=True rules out"
-                )
+            # a name is a promise; "auto" follows the tensors from device to device
+            self._auto = backend == "auto" and parallel is None
+            self.backend = self._usable(backend, weights.device)
             if parallel is not None:
                 self._number = join(parallel, self._local(weights))
         if self.backend == "sim":
@@ -137,7 +128,22 @@ class MoE(nn.Module):
         self.shared = shared
         self.workspace = workspace
         self.first_expert = weights.first_expert
-        packed = kernels_sm90.pack(weights, cfg) if self.backend == "sm90" else {}
+        self._keep(weights)
+        router = (router_weight, router_bias, selection_bias, tid2eid)
+        for name, tensor in zip(ROUTER_FIELDS, router):
+            self.register_buffer(name, None if tensor is None else tensor.detach())
+
+    def _usable(self, backend: str, device: torch.device) -> str:
+        """The backend on ``device``, or an error that says why this layer cannot run on it."""
+        name = choose_backend(backend, device)
+        check_backend(name, device, self.cfg, self.numerics, alone=self.parallel is None)
+        return name
+
+    def _keep(self, weights: ExpertWeights) -> None:
+        """The buffers that the backend wants."""
+        packed = kernels_sm90.pack(weights, self.cfg) if self.backend == "sm90" else {}
+        for name in kernels_sm90.PACKED:
+            self._buffers.pop(name, None)
         for name, tensor in packed.items():
             self.register_buffer(name, tensor, persistent=False)
         for name in _WEIGHT_FIELDS:
@@ -147,9 +153,6 @@ class MoE(nn.Module):
             if tensor is not None and tensor.dtype == torch.float8_e4m3fn:
                 tensor = tensor.view(torch.uint8)
             self.register_buffer(name, tensor)
-        router = (router_weight, router_bias, selection_bias, tid2eid)
-        for name, tensor in zip(ROUTER_FIELDS, router):
-            self.register_buffer(name, None if tensor is None else tensor.detach())
 
     def _local(self, weights: ExpertWeights | kernels_sm90.PackedExperts) -> LocalExperts:
         ranks = 1 if self.parallel is None else self.parallel.size
@@ -193,7 +196,12 @@ class MoE(nn.Module):
             kernels_sm90.pack_alphas(self._buffers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """Move buffers between devices, never change their dtype; the shared expert takes both."""
+        """Move buffers between devices, never change their dtype; the shared expert takes both.
+        A backend that was left to "auto" is chosen anew, before anything moves, and `layer.backend`
+        names it: weights made on a CPU get the kernels of the GPU they move to."""
+        backend = self.backend
+        if self._auto:
+            backend = self._usable("auto", fn(self.g13).device)
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
@@ -203,6 +211,9 @@ class MoE(nn.Module):
             for child in self.children():
                 child._apply(fn)
         super()._apply(keep_dtype, recurse=False)
+        if backend != self.backend:
+            weights, self.backend = self.weights, backend
+            self._keep(weights)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

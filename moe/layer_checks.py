@@ -5,11 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe import kernels
 from moe.config import MoEConfig
+from moe.experts import Numerics
 from moe.weights import ExpertWeights
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUTER_FIELDS = ("router_weight", "router_bias", "selection_bias", "tid2eid")
+
+
+def check_backend(
+    name: str, device: torch.device, cfg: MoEConfig, numerics: Numerics, alone: bool
+) -> None:
+    """What the backend ``name`` on ``device`` cannot promise. ``alone``: not over ranks."""
+    if not numerics.deterministic and not (alone and name in kernels.KERNEL_BACKENDS):
+        raise ValueError(
+            f"deterministic=False needs one of the backends {kernels.KERNEL_BACKENDS} in one "
+            f"process: backend {name!r} has no other order of sums to offer"
+        )
+    if name in kernels.KERNEL_BACKENDS:
+        kernels.check_layer(name, cfg, numerics.activations)
+    if numerics.batch_invariant and name == "torch" and device.type != "cpu":
+        raise ValueError(
+            "backend 'torch' on a GPU leaves the order of sums to torch: a token would "
+            "have other bits in another batch, which batch_invariant=True rules out"
+        )
 
 
 def check_tokens(x: Tensor, hidden: int, device: torch.device) -> None:

@@ -97,6 +97,8 @@ class _OnDevice(_Contestant):
         super().__init__(operations)
         torch.cuda.synchronize()
         self.method, self.graph = "graph", torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
         try:
             with torch.cuda.graph(self.graph):
                 for operation in operations:
@@ -104,6 +106,8 @@ class _OnDevice(_Contestant):
         except RuntimeError as error:
             self.method, self.why = "eager", str(error).splitlines()[0]
             torch.cuda.synchronize()
+            # a capture that fails leaves the generator waiting for its end: it draws nothing more
+            generator.graphsafe_set_state(state)
 
     def lap(self) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

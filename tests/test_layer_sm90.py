@@ -387,3 +387,34 @@ def test_weights_are_packed_one_expert_at_a_time(monkeypatch) -> None:
     monkeypatch.setattr(sm90_ops, "pack_expert", record)
     weights: ExpertWeights = sm90().weights
     assert shapes == [weights.l1_data.shape[1:]] * E + [weights.l2_data.shape[1:]] * E
+
+
+def test_auto_follows_the_tensors_to_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU stands for the GPU: only the choice differs."""
+    case, choice = Case(), ["torch"]
+    monkeypatch.setattr(
+        layer_module, "choose_backend", lambda name, _: choice[0] if name == "auto" else name
+    )
+    layer = build(case, backend="auto")
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    x, (ids, weights) = tokens(7), routing(7)
+    choice[0] = "sm90"
+    want = build(case, backend="sm90").experts(x, ids, weights)
+    named = build(case, backend="torch")
+    assert layer.to("cpu").backend == "sm90" and named.to("cpu").backend == "torch"
+    assert same_bits(layer.experts(x, ids, weights), want)
+    choice[0] = "torch"
+    assert layer.half().backend == "torch"
+    after = layer.state_dict()
+    assert after.keys() == before.keys()
+    assert all(same_bits(after[name], before[name]) for name in before)
+
+
+def test_a_move_to_where_the_layer_cannot_run_moves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_module, "choose_backend", lambda name, device: "torch")
+    layer = build(Case(), backend="auto", batch_invariant=True)
+    with pytest.raises(ValueError, match="batch_invariant=True"):
+        layer.to("meta")
+    assert layer.g13.device.type == "cpu"

@@ -82,5 +82,6 @@ def test_graphs_on_a_gpu() -> None:
     assert times["copy"].method == times["half"].method == "graph"
     assert 1.6 < times["copy"].median / times["half"].median < 2.4
     assert times["syncs"].method == "eager" and times["syncs"].why
+    assert torch.randn(4, device=device).unique().numel() == 4, "random numbers after a failure"
     roofs = measured_roofs(device, copy_bytes=512 << 20, size=2048)
     assert 1e11 < roofs.copy < 2e13 and 1e12 < roofs.dense < 1e16
