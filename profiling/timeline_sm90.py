@@ -154,4 +154,6 @@ def launch(rows: int, experts: int, n: int, k: int) -> None:
 
 
 if __name__ == "__main__":
+    if not all(argument.isdecimal() for argument in sys.argv[1:]):
+        sys.exit("the part of `python -m profiling.timeline sm90` that runs on the GPU; see there")
     launch(*map(int, sys.argv[1:]))

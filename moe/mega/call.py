@@ -19,6 +19,7 @@ from moe.layer import MoE
 from moe.mega.buffer import SymmBuffer
 from moe.mega.checks import (
     RECIPE,
+    check_number,
     check_overlap,
     check_shared,
     check_vector,
@@ -125,6 +126,7 @@ class _Given(NamedTuple):
 def _compute(y: Tensor, tokens: int, buffer: SymmBuffer, given: _Given) -> Tensor:
     """Check everything, then run the layer on the first rows of the buffer: bf16 (n, H)."""
     clamp = clamp_of(given.clamp)
+    check_number("routed_scaling_factor", given.factor)
     if not math.isfinite(given.factor):
         raise ValueError(f"routed_scaling_factor must be finite, got {given.factor}")
     check_weights(buffer, given.l1, given.l2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def check_y(
     if not isinstance(buffer, SymmBuffer):
         raise TypeError(f"sym_buffer must be a SymmBuffer, got {type(buffer).__name__}")
     memory = buffer.live()
-    if tuple(recipe) != RECIPE:
+    if not isinstance(recipe, tuple | list) or tuple(recipe) != RECIPE:
         raise ValueError(f"recipe must be {RECIPE} (one scale per 16 of K), got {recipe}")
     if activation != buffer.activation:
         raise ValueError(f"activation is {activation!r}, the buffer's {buffer.activation!r}")
@@ -44,7 +45,10 @@ def check_y(
 
 
 def clamp_of(value: float | None) -> float | None:
-    if value is None or value == math.inf:
+    if value is None:
+        return None
+    check_number("activation_clamp", value)
+    if value == math.inf:
         return None
     if not 0.0 < value < math.inf:
         raise ValueError(
@@ -52,6 +56,12 @@ def clamp_of(value: float | None) -> float | None:
             "return 0"
         )
     return float(value)
+
+
+def check_number(name: str, value: object) -> None:
+    """A tensor is no number here: reading it would wait for the device."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a Python number, got {value!r}")
 
 
 def check_weights(buffer: SymmBuffer, l1: MegaWeights, l2: MegaWeights) -> None:
