@@ -11,10 +11,14 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 _SLICE = 0.5  # s between two looks at the notes of a wait that takes longer than that
 _GRACE = 3.0  # s that ranks get to report after the first one saw a failure
 _ASK = 2.0  # s that the store gets to answer: the process that hosts it may be stopped or gone
 _TEXT = 500  # characters of an error that a note keeps
+_ABORT = 10.0  # s that NCCL gets to give up: it waits for CUDA graphs that hold its collectives
+WATCHDOG = 10.0  # s that the watchdog of NCCL is kept behind a `Watch`: it ends the process
 
 
 class RankError(RuntimeError):
@@ -83,13 +87,66 @@ class Notes:
             except Exception:  # whatever a store raises when its host is gone
                 return
 
-        asking = threading.Thread(target=run, daemon=True)
-        asking.start()
-        asking.join(_ASK)
+        _within(_ASK, run)
         if not answer:
             self._store = None
             return None
         return answer[0]
+
+
+def _within(seconds: float, call: Any) -> bool:
+    """Whether ``call()`` came back in time, returning or raising. It goes on if it did not."""
+    running = threading.Thread(target=call, daemon=True)
+    running.start()
+    running.join(seconds)
+    return not running.is_alive()
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """End the collectives of ``group`` that are under way on ``device``, without its other ranks.
+
+    NCCL's wait for the rank that will not come is a kernel: every synchronisation with the device,
+    destroy_process_group and the end of the process would wait for it.
+    """
+
+    def run() -> None:
+        try:
+            group._get_backend(device).abort()
+        except (AttributeError, RuntimeError):  # gone already, or a torch without it
+            return
+
+    _within(_ABORT, run)
+
+
+def drained(device: torch.device, seconds: float) -> bool:
+    """Whether the current stream of ``device`` runs empty within ``seconds``. A stream that is
+    captured has nothing under way, a broken one nothing left.
+    """
+    event = torch.cuda.Event()
+    try:
+        event.record(torch.cuda.current_stream(device))
+        end = time.monotonic() + seconds
+        while not event.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+    except RuntimeError:
+        return True
+    return True
+
+
+class Recorded:
+    """What the current stream of ``device`` has been given so far, as work to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class Watch:

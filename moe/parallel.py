@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.failures import Notes, RankError, Watch
+from moe.failures import WATCHDOG, Notes, RankError, Recorded, Watch, abort, drained
 from moe.weights import ExpertWeights
 
 _FINGERPRINT_BYTES = 4096  # of one rank at construction
 _VERSION = 1  # of the wire format
+_DRAIN = 3.0  # s that a rank which raised gives its own collectives to finish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +126,11 @@ class ExpertParallel:
 
     A rank that raises in a call, dies, or does not answer within the timeout makes every other rank
     raise `RankError`, which names rank and phase; afterwards the object refuses all calls, and a
-    new one on a new group is needed. gloo: always a Python exception. NCCL: the wait for the
-    counts (`Exchange` without capacity) raises alike; elsewhere the watchdog of the process group
-    ends the process after the group's timeout (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+    new one on a new group is needed. gloo: in every wait. NCCL: where the host waits, for the
+    counts (`Exchange` without capacity) and in `check`. What the group still had under way on the
+    device is aborted then, so that the process can go on or end. Elsewhere the host finds its
+    stream stuck: the watchdog of the process group ends the process after the group's timeout
+    (TORCH_NCCL_ASYNC_ERROR_HANDLING), but does not watch the collectives of a CUDA graph.
 
     Tensor parallelism inside an expert is not supported: each expert lies whole on one rank.
     """
@@ -155,7 +158,7 @@ class ExpertParallel:
         # tokens lost for want of capacity, and the largest numbers of tokens and slots of any pair
         self._overflow: Tensor | None = None
         self._bounds: Tensor | None = None
-        limit = _group_timeout(self.group) if timeout is None else timeout
+        limit = _group_limit(self.group) if timeout is None else timeout
         store = _group_store(self.group)
         turn = Notes(store, "", self.rank, self.size).count("moe/constructions")
         self._watch = Watch(Notes(store, f"moe/construction/{turn}", self.rank, self.size), limit)
@@ -167,7 +170,8 @@ class ExpertParallel:
             "timeout": repr(timeout),
             "problem": _problem(num_experts, mode, max_tokens, timeout),
         }
-        nonces = self._compare(fields, secrets.token_hex(8))
+        with self._guard():
+            nonces = self._compare(fields, secrets.token_hex(8))
         self._watch = Watch(Notes(store, f"moe/{nonces[0]}", self.rank, self.size), limit)
         if timeout is not None:
             self.group, self._owned = _with_timeout(self.group, timeout)
@@ -213,17 +217,32 @@ class ExpertParallel:
         self._calls += 1
         self._phase, self._inside = phase, True
         try:
-            yield
-        except RankError as error:
-            self.failure = str(error)
+            with self._guard():
+                yield
+        except RankError:
             raise
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             self.failure = f"rank {self.rank} raised in {self._where()}: {text}"
             self._watch.notes.post(True, self._where(), text)
+            device = self._control_device()
+            if device.type == "cuda" and not drained(device, _DRAIN):
+                abort(self.group, device)
             raise
         finally:
             self._inside = False
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """A RankError inside closes the object and leaves nothing under way on the device."""
+        try:
+            yield
+        except RankError as error:
+            self.failure = str(error)
+            device = self._control_device()
+            if device.type == "cuda":
+                abort(self.group, device)
+            raise
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -243,9 +262,16 @@ class ExpertParallel:
     def check(self) -> None:
         """Raises `CapacityError` if tokens of this rank found no place since the last check; waits
         for the device. Their rows of y are NaN. Nothing to check without a capacity.
+
+        Raises `RankError` when the device waits for a rank that raised or is gone, also inside a
+        CUDA graph, where nothing else finds out.
         """
         if self._overflow is None:
             return
+        if self._overflow.is_cuda and self.failure is None:
+            with self._guard():
+                work = Recorded(self._overflow.device)
+                self._watch.wait_device(work, f"parallel.check() after call {self._calls}")
         lost, tokens, rows = self._overflow.tolist()
         if lost:
             self._overflow.zero_()
@@ -437,9 +463,10 @@ def _with_timeout(group: Any, timeout: float) -> tuple[Any, bool]:
     """
     ranks = dist.get_process_group_ranks(group)
     everyone = ranks == list(range(dist.get_world_size()))
+    nccl = "nccl" in dist.get_backend_config(group)
     made = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=timeout + (WATCHDOG if nccl else 0.0)),
         backend=dist.get_backend_config(group),
         use_local_synchronization=not everyone,
     )
@@ -485,10 +512,14 @@ def _group_store(group: Any) -> Any:
         return None
 
 
-def _group_timeout(group: Any) -> float | None:
+def _group_limit(group: Any) -> float | None:
+    """Seconds that a rank may wait for others in this group, or None where it does not tell. NCCL's
+    watchdog ends the process after the group's timeout: a Python exception must come before.
+    """
     try:
-        device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
-        options = group._get_backend(torch.device(device)).options
-        return float(options._timeout.total_seconds())
+        nccl = "nccl" in dist.get_backend_config(group)
+        options = group._get_backend(torch.device("cuda" if nccl else "cpu")).options
+        timeout = float(options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
         return None
+    return max(timeout - WATCHDOG, timeout / 2) if nccl else timeout

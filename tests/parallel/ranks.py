@@ -6,6 +6,7 @@ The store of the group lives in the test itself, as a launcher's would, so that 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
 import multiprocessing
 import time
@@ -54,7 +55,8 @@ def run_ranks(
     """Run ``job(rank, size, *arguments)`` on ``size`` ranks; one `Outcome` each.
 
     path     a directory of this run alone
-    timeout  s, for all ranks together: what still runs then is killed, and AssertionError raised
+    timeout  s, for all ranks together: what still runs then is killed, and AssertionError raised;
+             a little before, each rank that still runs writes to stderr where it is
     master   rank that hosts the store; -1: this process
     backend  "nccl": rank r has GPU r
     """
@@ -67,7 +69,7 @@ def run_ranks(
     processes = [
         _context().Process(
             target=_child,
-            args=(rank, size, (port, master, backend), str(path), job, arguments),
+            args=(rank, size, (port, master, backend, timeout), str(path), job, arguments),
             daemon=True,
         )
         for rank in range(size)
@@ -100,9 +102,10 @@ def _outcome(path: Path, rank: int, code: int) -> Outcome:
 
 
 def _child(
-    rank: int, size: int, group: tuple[int, int, str], path: str, job: Job, arguments: Any
+    rank: int, size: int, group: tuple[int, int, str, float], path: str, job: Job, arguments: Any
 ) -> None:
-    port, master, backend = group
+    port, master, backend, timeout = group
+    faulthandler.dump_traceback_later(0.9 * timeout)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
