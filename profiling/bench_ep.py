@@ -5,11 +5,22 @@
 
 Under torchrun every rank has a GPU (NCCL), or all share the CPUs of a machine without any (gloo);
 without torchrun the program starts --ranks processes on the CPUs. Measured, for every number
-of tokens a rank and every skew: the phases of `moe.dispatch` (CUDA events, or wall clock on a CPU),
-the median over the calls of the slowest rank. "skew" is the busiest rank's share of the slots over
-the average share; a skew that so many ranks cannot have is left out. "bytes" is what all ranks
-really sent to others, dispatch and return; the program fails if the formulas of `ExpertParallel`
-say otherwise.
+of tokens a rank and every skew, over calls with other tokens each:
+
+    dispatch, experts  phases of `moe.dispatch`, of the slowest rank
+    combine            the way back and the sum, of the rank that comes to it last
+    wait               how much longer the rank that came first was in it
+    layer              the whole call on the device, of the slowest rank
+    host               what the call, or the replay of its graph, takes the host
+    one GPU            the tokens of all ranks on one GPU alone that holds every expert
+
+Medians over the calls. On GPUs ranks start together (a collective, then a delay in which the hosts
+catch up), and calls that wait for nothing ("places", "replicated") are replayed from a CUDA graph
+with its events inside; the other modes ("counts", "summed") cannot be captured, so that their
+times contain those of their host. On CPUs all is wall clock. In "replicated" each rank
+has the tokens of all. "skew" is the busiest rank's share of the slots over the average share; a
+skew that so many ranks cannot have is left out. "bytes" is what all ranks really sent to others,
+dispatch and return; the program fails if the formulas of `ExpertParallel` say otherwise.
 
 One machine's CPUs tell nothing about a fabric: figures of gloo are there to show that the program
 works.
@@ -20,11 +31,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,9 +48,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from moe import Capacity, Exchange, ExpertParallel, ExpertWeights, MoE, MoEConfig
+from moe import Capacity, Exchange, ExpertParallel, ExpertWeights, MoE, MoEConfig, Replicated
 from moe.exchange import Wire
 from moe.explain import find_config
+from moe.parallel import split_experts
 
 GROUPS = {  # phase of `moe.dispatch` -> column
     "quantize": "dispatch",
@@ -47,8 +60,15 @@ GROUPS = {  # phase of `moe.dispatch` -> column
     "experts": "experts",
     "return": "combine",
     "combine": "combine",
+    "reduce": "combine",
 }
-COLUMNS = ("dispatch", "experts", "combine")
+PHASES = ("dispatch", "experts", "combine")
+COLUMNS = ("dispatch", "experts", "combine", "wait", "layer", "host", "alone")
+HEADINGS = {"alone": "one GPU"}  # of columns that are not called as they are
+MODES = ("counts", "places", "summed", "replicated")
+CAPTURED = ("places", "replicated")  # nothing in them waits for the device
+DELAY = 500_000  # cycles of a GPU between the start that ranks agree on and the call
+WARMUPS = 2  # calls that compile, allocate and connect
 TIMEOUT = 300.0  # s that a rank waits for others: first calls compile kernels
 
 
@@ -58,48 +78,126 @@ class Setting:
 
     tokens: int
     skew: float
-    mode: str  # "counts", "places" or "summed"
+    mode: str  # one of `MODES`
 
-    def exchange(self, cfg: MoEConfig, ranks: int) -> Exchange:
+    def exchange(self, cfg: MoEConfig, ranks: int) -> Exchange | Replicated:
         """Places for twice the tokens and rows that this skew needs on average."""
+        if self.mode == "replicated":
+            return Replicated(reduce=True)
         if self.mode != "places":
             return Exchange(pre_reduce=self.mode == "summed")
         rows = max(int(2 * self.skew * self.tokens * cfg.top_k / ranks), cfg.top_k)
         return Exchange(capacity=Capacity(self.tokens, min(rows, self.tokens * cfg.top_k)))
 
 
-class TimedParallel(ExpertParallel):
-    """Sums the time of every phase of a call."""
+class Clock:
+    """Marks in time on one device; those made while a CUDA graph is captured become part of it."""
 
-    def start(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        inside = torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(enable_timing=True, external=inside)
+        event.record()
+        return event
+
+    def between(self, a: Any, b: Any) -> float:
+        """Microseconds; the device must have come to both marks."""
+        return a.elapsed_time(b) * 1e3 if self._on_gpu else (b - a) * 1e6
+
+    def start_together(self) -> None:
+        """Let the ranks begin what they do next at one time, however late their hosts are."""
+        if not self._on_gpu:
+            dist.barrier()
+            return
+        dist.all_reduce(torch.zeros((), device="cuda"))
+        torch.cuda._sleep(DELAY)
+
+    def wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+class TimedParallel(ExpertParallel):
+    """Marks every phase of a call between `start` and `times`."""
+
+    def start(self, clock: Clock) -> None:
+        self._clock = clock
         self._marks: list[tuple[str, Any, Any]] = []
 
     def times(self) -> dict[str, float]:
-        """Microseconds by column since `start`."""
-        out = dict.fromkeys(COLUMNS, 0.0)
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        """Microseconds by column, of the latest call or replay."""
+        out = dict.fromkeys(PHASES, 0.0)
         for name, a, b in self._marks:
-            spent = a.elapsed_time(b) * 1e3 if self._on_gpu else (b - a) * 1e6
-            out[GROUPS[name]] += spent
+            out[GROUPS[name]] += self._clock.between(a, b)
         return out
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         marks = getattr(self, "_marks", None)
-        begin = None if marks is None else self._mark()
+        begin = None if marks is None else self._clock.mark()
         with super().phase(name):
             yield
         if marks is not None and name in GROUPS:
-            marks.append((name, begin, self._mark()))
+            marks.append((name, begin, self._clock.mark()))
+
+
+Given = tuple[Tensor, Tensor, Tensor]  # x, ids, weights
+
+
+class Runner:
+    """One layer and one set of input tensors: eager calls, or replays of a graph."""
+
+    def __init__(self, layer: MoE, given: Given, clock: Clock, captured: bool) -> None:
+        self.layer, self.given, self.clock = layer, given, clock
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured = captured and given[0].is_cuda
+        for _ in range(WARMUPS):
+            layer.experts(*given)
+        clock.wait()
+        self._begin: Any = None
+        self._end: Any = None
+
+    @property
+    def how(self) -> str:
+        return "graph" if self._captured else "eager"
+
+    def run(self, given: Given, together: bool = True) -> dict[str, float]:
+        """Microseconds: layer, host, and the phases where the layer is spread over ranks."""
+        for target, source in zip(self.given, given):
+            target.copy_(source)
+        if self._captured and self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._call()
+            self._graph = graph
+            self._replay(together)  # the first replay uploads the graph
+        host = self._replay(together)
+        self.clock.wait()
+        times = {"layer": self.clock.between(self._begin, self._end), "host": host}
+        parallel = self.layer.parallel
+        return times | (parallel.times() if isinstance(parallel, TimedParallel) else {})
+
+    def _replay(self, together: bool) -> float:
+        self.clock.wait()
+        if together:
+            self.clock.start_together()
+        start = time.perf_counter()
+        if self._graph is None:
+            self._call()
+        else:
+            self._graph.replay()
+        return (time.perf_counter() - start) * 1e6
+
+    def _call(self) -> None:
+        if isinstance(self.layer.parallel, TimedParallel):
+            self.layer.parallel.start(self.clock)
+        self._begin = self.clock.mark()
+        self.layer.experts(*self.given)
+        self._end = self.clock.mark()
 
 
 def random_weights(cfg: MoEConfig, experts: tuple[int, int], device: torch.device) -> ExpertWeights:
@@ -130,13 +228,14 @@ def draw(tokens: int, cfg: MoEConfig, hot: int, favour: float, gen: torch.Genera
     return race.topk(cfg.top_k, dim=1, largest=False).indices.int()
 
 
-def skew_of(ids: Tensor, bounds: list[tuple[int, int]]) -> float:
+def skew_of(ids: Tensor, bounds: Sequence[tuple[int, int]]) -> float:
     """Largest share of the slots of one rank over the average share."""
     counts = [int(((ids >= a) & (ids < b)).sum()) for a, b in bounds]
     return max(counts) * len(bounds) / max(sum(counts), 1)
 
 
-def favour_for(skew: float, cfg: MoEConfig, bounds: list[tuple[int, int]]) -> float | None:
+@functools.cache
+def favour_for(skew: float, cfg: MoEConfig, bounds: tuple[tuple[int, int], ...]) -> float | None:
     """How much likelier the experts of rank 0 must be; None where no routing is so skewed."""
     if skew <= 1.0:
         return 1.0
@@ -153,9 +252,14 @@ def favour_for(skew: float, cfg: MoEConfig, bounds: list[tuple[int, int]]) -> fl
     return high
 
 
-def formula(ids: list[Tensor], setting: Setting, cfg: MoEConfig, parallel: ExpertParallel) -> int:
-    """Bytes that all ranks send to others in one call, by the formulas of `ExpertParallel`."""
+def formula(
+    ids: list[Tensor], setting: Setting, cfg: MoEConfig, parallel: ExpertParallel
+) -> int | None:
+    """Bytes that all ranks send to others in one call, by the formulas of `ExpertParallel`; None
+    where the library's all-reduce decides."""
     mode = setting.exchange(cfg, parallel.size)
+    if isinstance(mode, Replicated):
+        return None
     row = Wire(cfg.hidden, cfg.top_k, True, mode.pre_reduce).row_bytes
     if mode.capacity is not None:
         pairs = parallel.size * (parallel.size - 1)
@@ -170,47 +274,119 @@ def formula(ids: list[Tensor], setting: Setting, cfg: MoEConfig, parallel: Exper
     return total
 
 
-def measure(
-    setting: Setting, cfg: MoEConfig, weights: ExpertWeights, args: argparse.Namespace
-) -> dict[str, Any] | None:
-    """One row, on every rank alike; None where the skew cannot be."""
-    device, size = weights.device, dist.get_world_size()
-    mode = setting.exchange(cfg, size)
-    parallel = TimedParallel(None, cfg.num_experts, mode=mode, timeout=TIMEOUT)
-    layer = MoE(cfg, weights, backend=args.backend, parallel=parallel)
-    favour = favour_for(setting.skew, cfg, parallel.ranges)
-    if favour is None:
+class Bench:
+    """What all settings share: weights of this rank, and of all experts on rank 0."""
+
+    def __init__(self, cfg: MoEConfig, device: torch.device, args: argparse.Namespace) -> None:
+        self.cfg, self.device, self.args = cfg, device, args
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.bounds = tuple(split_experts(cfg.num_experts, self.size))
+        self.weights = random_weights(cfg, self.bounds[self.rank], device)
+        self.clock = Clock(device)
+        self._alone: dict[tuple[int, float], float] = {}
+        self._whole: MoE | None = None
+
+    def routings(self, setting: Setting, favour: float) -> list[list[Tensor]]:
+        """ids of every rank, call by call: the same for every mode, and on every rank."""
+        calls = []
+        for call in range(self.args.repeats):
+            gens = [torch.Generator().manual_seed(1000 * call + r) for r in range(self.size)]
+            hot = self.bounds[0][1]
+            calls.append([draw(setting.tokens, self.cfg, hot, favour, g) for g in gens])
+        return calls
+
+    def given(self, ids: Tensor, seed: int) -> Given:
+        gen = torch.Generator(self.device).manual_seed(seed)
+        shape = (ids.shape[0], self.cfg.hidden)
+        x = torch.randn(shape, generator=gen, device=self.device).bfloat16()
+        mix = torch.full(ids.shape, 1 / self.cfg.top_k, device=self.device)
+        return x, ids.to(self.device), mix
+
+    def alone(self, setting: Setting, routings: list[list[Tensor]]) -> float:
+        """Microseconds that rank 0 takes for the tokens of all, once for every routing."""
+        key = (setting.tokens, setting.skew)
+        if self.rank == 0 and key not in self._alone:
+            if self._whole is None:
+                whole = random_weights(self.cfg, (0, self.cfg.num_experts), self.device)
+                self._whole = MoE(self.cfg, whole, backend=self.args.backend)
+            calls = [self.given(torch.cat(every), i) for i, every in enumerate(routings)]
+            first = tuple(t.clone() for t in calls[0])
+            runner = Runner(self._whole, first, self.clock, captured=True)  # type: ignore[arg-type]
+            times = [runner.run(given, together=False)["layer"] for given in calls]
+            self._alone[key] = statistics.median(times)
+        return self._alone.get(key, 0.0)
+
+    def measure(self, setting: Setting) -> dict[str, Any] | None:
+        """One row, on every rank alike; None where the skew cannot be."""
+        favour = favour_for(setting.skew, self.cfg, self.bounds)
+        if favour is None:
+            return None
+        mode = setting.exchange(self.cfg, self.size)
+        routings = self.routings(setting, favour)
+        parallel = TimedParallel(None, self.cfg.num_experts, mode=mode, timeout=TIMEOUT)
+        layer = MoE(self.cfg, self.weights, backend=self.args.backend, parallel=parallel)
+        mine = [
+            self.given(torch.cat(every) if setting.mode == "replicated" else every[self.rank], i)
+            for i, every in enumerate(routings)
+        ]
+        first = tuple(t.clone() for t in mine[0])
+        runner = Runner(layer, first, self.clock, setting.mode in CAPTURED)  # type: ignore[arg-type]
+        parallel.bytes_sent.clear()
+        samples = []
+        for given in mine:
+            before = sum(parallel.bytes_sent.values())
+            times = runner.run(given)
+            sent = sum(parallel.bytes_sent.values()) - before
+            samples.append(times | {"bytes": float(sent)})
+        parallel.check()  # a token that was left out would make the call cheaper
+        alone = self.alone(setting, routings)
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, samples)
+        backend, how = layer.backend, runner.how
+        del runner  # NCCL waits for graphs that hold its collectives
         parallel.close()
-        return None
-    samples: list[dict[str, float]] = []
-    sent = expected = 0
-    skews = []
-    for call in range(args.repeats + 2):
-        every = []
-        for rank in range(size):
-            gen = torch.Generator().manual_seed(1000 * call + rank)
-            every.append(draw(setting.tokens, cfg, parallel.ranges[0][1], favour, gen))
-        x = torch.randn(setting.tokens, cfg.hidden, generator=gen).bfloat16().to(device)
-        ids = every[parallel.rank].to(device)
-        mix = torch.full(ids.shape, 1 / cfg.top_k, device=device)
-        before = sum(parallel.bytes_sent.values())
-        dist.barrier()
-        parallel.start(device)
-        layer.experts(x, ids, mix)
-        mine = parallel.times() | {"bytes": sum(parallel.bytes_sent.values()) - before}
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, mine)
-        sent += int(sum(g["bytes"] for g in gathered))
-        expected += formula(every, setting, cfg, parallel)
-        skews.append(skew_of(torch.cat(every), parallel.ranges))
-        if call >= 2:  # the first calls compile, allocate and connect
-            samples.append({c: max(g[c] for g in gathered) for c in COLUMNS})
-    parallel.close()
-    row: dict[str, Any] = {"tokens": setting.tokens, "mode": setting.mode}
-    row |= {"skew": statistics.median(skews), "asked_skew": setting.skew}
-    row |= {f"{c}_us": statistics.median(s[c] for s in samples) for c in COLUMNS}
-    calls = args.repeats + 2
-    return row | {"bytes": sent / calls, "formula": expected / calls, "backend": layer.backend}
+        row: dict[str, Any] = {"tokens": setting.tokens, "mode": setting.mode, "how": how}
+        row |= {"skew": statistics.median(skew_of(torch.cat(e), self.bounds) for e in routings)}
+        row |= {"asked_skew": setting.skew, "backend": backend}
+        row |= columns([list(ranks) for ranks in zip(*gathered)]) | {"alone_us": alone}
+        expected = [formula(every, setting, self.cfg, parallel) for every in routings]
+        if None in expected:
+            return row | {"bytes": None, "formula": None}
+        captured = how == "graph"  # bytes are counted where calls are made: once
+        sent = [sum(g["bytes"] for g in ranks) for ranks in zip(*gathered)]
+        if captured:
+            return row | {"bytes": sent[0], "formula": expected[0]}
+        return row | {"bytes": statistics.mean(sent), "formula": statistics.mean(expected)}
+
+
+def columns(calls: list[list[dict[str, float]]]) -> dict[str, float]:
+    """Times of every call and rank -> medians over the calls, by the definitions above."""
+    samples = []
+    for ranks in calls:
+        sample = {c: max(r[c] for r in ranks) for c in ("dispatch", "experts", "layer", "host")}
+        sample["combine"] = min(r["combine"] for r in ranks)
+        sample["wait"] = max(r["combine"] for r in ranks) - sample["combine"]
+        samples.append(sample)
+    return {f"{c}_us": statistics.median(s[c] for s in samples) for c in samples[0]}
+
+
+def table_of(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title)
+    names = (
+        "mode",
+        "",
+        "tokens a rank",
+        "skew",
+        *(f"{HEADINGS.get(c, c)} us" for c in COLUMNS),
+        "bytes",
+    )
+    for name in names:
+        table.add_column(name, justify="right")
+    for r in rows:
+        times = [f"{r[f'{c}_us']:.1f}" for c in COLUMNS]
+        sent = "" if r["bytes"] is None else f"{r['bytes']:.0f}"
+        table.add_row(r["mode"], r["how"], str(r["tokens"]), f"{r['skew']:.2f}", *times, sent)
+    return table
 
 
 def run(args: argparse.Namespace) -> int:
@@ -220,26 +396,14 @@ def run(args: argparse.Namespace) -> int:
     if dist.get_backend() == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     cfg = MoEConfig(*args.shape) if args.shape else find_config(args.model)
-    parallel = ExpertParallel(None, cfg.num_experts)
-    weights = random_weights(cfg, parallel.expert_range, device)
-    rows = []
-    for mode in args.modes:
-        for tokens in args.tokens:
-            for skew in args.skews:
-                row = measure(Setting(tokens, skew, mode), cfg, weights, args)
-                if row is not None:
-                    rows.append(row)
+    bench = Bench(cfg, device, args)
+    settings = [Setting(t, k, m) for m in args.modes for t in args.tokens for k in args.skews]
+    rows = [row for s in settings if (row := bench.measure(s)) is not None]
     wrong = [r for r in rows if r["bytes"] != r["formula"]]
     if rank == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, gloo"
-        table = Table(title=f"{size} ranks ({where}), {cfg.num_experts} experts, measured")
-        for name in ("mode", "tokens a rank", "skew", *(f"{c} us" for c in COLUMNS), "bytes"):
-            table.add_column(name, justify="right")
-        for r in rows:
-            times = [f"{r[f'{c}_us']:.1f}" for c in COLUMNS]
-            cells = [r["mode"], str(r["tokens"]), f"{r['skew']:.2f}", *times, f"{r['bytes']:.0f}"]
-            table.add_row(*cells)
-        Console(width=120).print(table)
+        title = f"{size} ranks ({where}), {cfg.num_experts} experts, measured"
+        Console(width=140).print(table_of(rows, title))
         if args.json:
             shape = {k: getattr(cfg, k) for k in ("hidden", "intermediate", "num_experts", "top_k")}
             result = {"ranks": size, "device": where, "torch": torch.__version__, "shape": shape}
@@ -268,8 +432,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--shape", type=int, nargs=4, metavar=("H", "I", "E", "K"), help="instead of it")
     p.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 1024, 8192])
     p.add_argument("--skews", type=float, nargs="+", default=[1, 2, 4, 7])
-    modes = ("counts", "places", "summed")
-    p.add_argument("--modes", nargs="+", choices=modes, default=["counts"])
+    p.add_argument("--modes", nargs="+", choices=MODES, default=["counts", "places"])
     p.add_argument("--backend", default="auto")
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--ranks", type=int, default=2, help="without torchrun: processes on this CPU")

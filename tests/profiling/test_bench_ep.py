@@ -20,7 +20,7 @@ CFG = MoEConfig(64, 64, 32, 6)
 
 @pytest.mark.parametrize(("ranks", "skew"), [(4, 1.0), (4, 2.0), (8, 4.0), (2, 1.5)])
 def test_a_skew_is_what_was_asked_for(ranks: int, skew: float) -> None:
-    bounds = split_experts(32, ranks)
+    bounds = tuple(split_experts(32, ranks))
     favour = bench_ep.favour_for(skew, CFG, bounds)
     assert favour is not None
     ids = bench_ep.draw(4096, CFG, bounds[0][1], favour, torch.Generator().manual_seed(5))
@@ -29,8 +29,10 @@ def test_a_skew_is_what_was_asked_for(ranks: int, skew: float) -> None:
 
 
 def test_a_skew_that_cannot_be_is_left_out() -> None:
-    assert bench_ep.favour_for(4.0, CFG, split_experts(32, 2)) is None  # twice is the most
-    assert bench_ep.favour_for(7.0, CFG, split_experts(32, 8)) is None  # 4 experts for 6 slots
+    assert bench_ep.favour_for(4.0, CFG, tuple(split_experts(32, 2))) is None  # twice is the most
+    assert (
+        bench_ep.favour_for(7.0, CFG, tuple(split_experts(32, 8))) is None
+    )  # 4 experts for 6 slots
     ids = torch.tensor([[0, 1, 2], [0, 1, 31]])
     assert bench_ep.skew_of(ids, split_experts(32, 2)) == pytest.approx(5 / 6 * 2)
 
@@ -46,7 +48,7 @@ def bench(rank: int, size: int, path: str) -> int:
         shape=[64, 64, 6, 2],
         tokens=[3],
         skews=[1.0, 5.0],
-        modes=["counts", "places"],
+        modes=list(bench_ep.MODES),
         backend="torch",
         repeats=1,
         json=Path(path),
@@ -59,7 +61,24 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert values(run_ranks(2, bench, str(file), path=tmp_path / "ranks")) == [0, 0]
     result: dict[str, Any] = json.loads(file.read_text())
     assert result["ranks"] == 2 and result["device"] == "CPU, gloo"
-    assert [r["mode"] for r in result["rows"]] == ["counts", "places"]  # 5x cannot be
+    assert [r["mode"] for r in result["rows"]] == list(bench_ep.MODES)  # 5x cannot be
     for row in result["rows"]:
-        assert row["bytes"] == row["formula"] > 0
-        assert all(row[f"{c}_us"] > 0 for c in bench_ep.COLUMNS)
+        if row["mode"] == "replicated":
+            assert row["bytes"] is None and row["formula"] is None
+        else:
+            assert row["bytes"] == row["formula"] > 0
+        assert row["how"] == "eager"  # no graphs on a CPU
+        nothing = ("wait", "dispatch") if row["mode"] == "replicated" else ("wait",)
+        assert all(row[f"{c}_us"] > 0 for c in bench_ep.COLUMNS if c not in nothing)
+        parts = sum(row[f"{c}_us"] for c in bench_ep.PHASES)
+        assert row["layer_us"] > 0.5 * parts
+
+
+def test_columns() -> None:
+    """The rank that comes last to the combine does not wait there."""
+    one = {"dispatch": 3.0, "experts": 10.0, "combine": 2.0, "layer": 15.0, "host": 1.0}
+    two = {"dispatch": 4.0, "experts": 5.0, "combine": 6.5, "layer": 15.5, "host": 2.0}
+    late = {k: 2 * v for k, v in one.items()}
+    want = {"dispatch": 4.0, "experts": 10.0, "combine": 2.0, "wait": 4.5, "layer": 15.5, "host": 2}
+    got = bench_ep.columns([[one, two], [one, two], [late, late]])
+    assert got == {f"{k}_us": v for k, v in want.items()}
