@@ -64,18 +64,9 @@ def humming(shape: tuple[int, int, int], xs: list[Tensor], offsets: list[Tensor]
     return [functools.partial(run, x, layout) for x, layout in zip(xs, layouts)]
 
 
-def triton_kernels(
-    shape: tuple[int, int, int], xs: list[Tensor], offsets: list[Tensor]
-) -> list[Op]:
-    """MXFP4, not NVFP4: another format, kept for scale."""
-    _import("triton_kernels")
-    raise Unavailable("importable, but never tried with this bench")
-
-
 PEERS: dict[str, Callable[..., list[Op]]] = {
     "torch bf16": torch_bf16,
     "humming": humming,
-    "triton_kernels": triton_kernels,
 }
 
 
