@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -235,34 +235,47 @@ def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.where(codes > 7, -magnitude, magnitude)
 
 
-def decode(q: Nvfp4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+class DecodeTables(NamedTuple):
+    """What every byte decodes to, for those who decode often: making them takes 20 small steps.
+
+    values  (256,) of a type that carries the two E2M1 values of a byte
+    scales  (256,): UE4M3
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def decode_tables(device: torch.device, dtype: torch.dtype) -> DecodeTables:
+    """For values of ``dtype`` on ``device``; nothing waits for it."""
+    every_byte = torch.arange(256, device=device, dtype=torch.int32).to(torch.uint8)
+    pairs = decode_e2m1(unpack(every_byte.unsqueeze(-1)), dtype)  # (256, 2)
+    values = pairs.view(_PAIR_CARRIER[dtype.itemsize]).squeeze(-1)  # (256,)
+    return DecodeTables(values, every_byte.view(torch.float8_e4m3fn).to(dtype))
+
+
+def decode(
+    q: Nvfp4Tensor, dtype: torch.dtype = torch.float32, tables: DecodeTables | None = None
+) -> Tensor:
     """code * scale without the global scale, (..., rows, K): exact in float32, float64 and bfloat16
-    (every product of an E2M1 and a UE4M3 value has at most 6 significant bits)."""
-    values = _unpack_values(q.data, dtype)
-    every_byte = torch.arange(256, device=q.device, dtype=torch.int32).to(torch.uint8)
-    scales = _lookup(every_byte.view(torch.float8_e4m3fn).to(dtype), q.row_major_scale())
+    (every product of an E2M1 and a UE4M3 value has at most 6 significant bits). ``tables``: those
+    of ``dtype``.
+    """
+    tables = decode_tables(q.device, dtype) if tables is None else tables
+    values = _lookup(tables.values, q.data).view(dtype)  # one gather per byte
+    scales = _lookup(tables.scales, q.row_major_scale())
     blocks = values.unflatten(-1, (values.shape[-1] // BLOCK, BLOCK))
     return blocks.mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
 def _lookup(table: Tensor, data: Tensor) -> Tensor:
     """table (256,) indexed by the bytes of ``data``: several times faster than converting them."""
-    index = data.view(torch.uint8).reshape(-1).int()
+    index = data.view(torch.uint8).int().reshape(-1)
     return table.index_select(0, index).reshape(data.shape)
 
 
 # a type that carries two values of so many bytes through one gather
 _PAIR_CARRIER = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
-
-
-def _unpack_values(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Packed bytes (..., K/2) -> E2M1 values (..., K), freshly allocated. One gather per byte: a
-    table entry carries two values.
-    """
-    every_byte = torch.arange(256, device=data.device, dtype=torch.int32).to(torch.uint8)
-    pairs = decode_e2m1(unpack(every_byte.unsqueeze(-1)), dtype)  # (256, 2)
-    table = pairs.view(_PAIR_CARRIER[dtype.itemsize]).squeeze(-1)  # (256,)
-    return _lookup(table, data).view(dtype)
 
 
 def _outer_scale(x: Tensor, global_scale: GlobalScale) -> Tensor:
