@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,14 +75,9 @@ class ExchangeCall:
             tokens = self.local.stage(
                 batch.x, batch.ids, batch.weights, self.parallel.max_over_ranks
             )
-        with self.parallel.phase("dispatch"):
-            owner = exchange.owners(batch.ids, self.parallel.bounds(batch.x.device))
-            # int32 on the wire: an id beyond it must not turn into one that exists
-            ids = torch.where(owner < 0, -1, batch.ids)
-            packed = self.wire.pack(tokens, ids, batch.weights)
         if self.mode.capacity is None:
-            return self._by_counts(batch, packed, owner)
-        return self._by_places(batch, packed, owner, self.mode.capacity)
+            return self._by_counts(batch, tokens)
+        return self._by_places(batch, tokens, self.mode.capacity)
 
     def worst(self, max_tokens: int) -> Sizes:
         """Rows of a call with up to ``max_tokens`` tokens on every rank: all tokens of all ranks
@@ -113,11 +107,14 @@ class ExchangeCall:
         most = capacity.tokens * self.local.cfg.top_k
         return most if capacity.rows is None else min(capacity.rows, most)
 
-    def _by_counts(self, batch: Batch, packed: Tensor, owner: Tensor) -> Tensor:
+    def _by_counts(self, batch: Batch, tokens: TokenRows) -> Tensor:
         """Sizes follow the routing: one exchange of counts, for which the host waits."""
         parallel, reduced = self.parallel, self.mode.pre_reduce
         with parallel.phase("counts"):
-            going = exchange.depart(owner, parallel.size)
+            owner = exchange.owners(batch.ids, parallel.homes(batch.x.device))
+            going = exchange.depart(owner, self.local.sort)
+        with parallel.phase("dispatch"):
+            packed = self.wire.pack(tokens, owner.ids, batch.weights)
         there, here = parallel.exchange_counts(going.counts(), self.layer)
         sent, received = ([n for n, _ in c] for c in (there, here))
         slots_sent, slots_here = ([n for _, n in c] for c in (there, here))
@@ -126,68 +123,60 @@ class ExchangeCall:
         with parallel.phase("dispatch"):
             scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
             leaving, arriving, _, returned = scratch[:4]
-            exchange.gather_rows(packed, going.tokens(), leaving)
+            exchange.gather_rows(packed, going.tokens.row_token[: sizes.sent], leaving)
         parallel.all_to_all("dispatch", arriving, leaving, received, sent)
         with parallel.phase("experts"):
-            out = self._compute(
-                self.wire.unpack(arriving),
-                scratch,
-                sizes.computed,
-                lambda token_rows: exchange.leaving_rows(token_rows, sizes.computed),
-            )
+            out = self._compute(arriving, scratch, sizes.computed, 1)
         back_here = received if reduced else slots_here
         parallel.all_to_all("return", returned[: sizes.returned], out, back, back_here)
         with parallel.phase("combine"), stage("moe.combine"):
-            places = going.token_rows() if reduced else going.slots.token_rows
+            places = going.tokens.token_rows if reduced else going.slots.token_rows
             return self._sum(returned, places, batch)
 
-    def _by_places(self, batch: Batch, packed: Tensor, owner: Tensor, capacity: Capacity) -> Tensor:
+    def _by_places(self, batch: Batch, tokens: TokenRows, capacity: Capacity) -> Tensor:
         """Sizes are fixed, nothing waits for the device."""
         parallel, reduced = self.parallel, self.mode.pre_reduce
-        ranks, rows = parallel.size, self._rows(capacity)
-        sizes = self.worst(capacity.tokens)
+        rows, sizes = self._rows(capacity), self.worst(capacity.tokens)
         with parallel.phase("dispatch"):
             scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
             leaving, arriving, _, returned = scratch[:4]
-            booking = exchange.book(owner, ranks, capacity.tokens, rows)
-            parallel.count_lost(booking.lost, booking.needed)
+            owner = exchange.owners(batch.ids, parallel.homes(batch.x.device))
+            going = exchange.depart(owner, self.local.sort)
+            booking = exchange.book(owner, going, capacity.tokens, rows)
+            ids = owner.ids
+            if booking.lost is not None:
+                parallel.count_lost(booking.lost, going.counts().amax(dim=0))
+                # an expert must not compute what has no place on the way back
+                ids = ids.masked_fill(booking.rows < 0, -1)
             if batch.x.shape[0]:
-                exchange.gather_rows(packed, booking.token.clamp(min=0), leaving)
-            self.wire.empty(leaving, booking.token < 0)
+                packed = self.wire.pack(tokens, ids, batch.weights)
+                exchange.gather_rows(packed, booking.token, leaving)
+            self.wire.empty(leaving, booking.empty)
         parallel.all_to_all("dispatch", arriving, leaving)
         with parallel.phase("experts"):
-            tokens, ids, weights = self.wire.unpack(arriving)
-            mine = exchange.owners(ids, parallel.bounds(ids.device)) == parallel.rank
-            ids = exchange.keep_places(ids, mine, ranks, rows)
-            out = self._compute(
-                (tokens, ids, weights),
-                scratch,
-                sizes.computed,
-                lambda token_rows: exchange.leaving_places(token_rows, ranks, rows),
-            )
+            out = self._compute(arriving, scratch, sizes.computed, parallel.size)
         parallel.all_to_all("return", returned, out)
         with parallel.phase("combine"), stage("moe.combine"):
-            y = self._sum(returned, booking.token_rows if reduced else booking.rows, batch)
-            return torch.where(booking.lost.unsqueeze(1), torch.nan, y)
+            places = exchange.token_places(going, capacity.tokens) if reduced else booking.rows
+            y = self._sum(returned, places, batch)
+            if booking.lost is None:
+                return y
+            return y.masked_fill_(booking.lost.unsqueeze(1), torch.nan)
 
     def _compute(
-        self,
-        arrived: tuple[TokenRows, Tensor, Tensor | None],
-        scratch: list[Tensor],
-        computed: int,
-        leaving: Callable[[Tensor], Tensor],
+        self, arriving: Tensor, scratch: list[Tensor], computed: int, senders: int
     ) -> Tensor:
-        """Tokens, ids and weights that arrived -> the rows that go back, bf16. ``scratch`` is that
-        of the call, ``computed`` the rows of experts; ``leaving`` orders them from the plan's
-        token_rows where they are not summed here."""
-        tokens, ids, weights = arrived
+        """Tokens as they arrived -> the rows that go back, bf16. ``scratch`` is that of the call,
+        ``computed`` the rows of experts, in as many places for each of ``senders``."""
+        tokens, ids, weights = self.wire.unpack(arriving, self.parallel.tables(arriving.device))
         mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
         plan = self.local.plan(ids, mix, computed)
         self.parallel.received = plan.expert_offsets
         o = self.local.rows(tokens, plan, scratch[4:])
         if self.mode.pre_reduce:
             return self._partial(o, plan.token_rows, mix)
-        return torch.index_select(o, 0, leaving(plan.token_rows), out=scratch[2])
+        index = exchange.leaving_rows(plan.token_rows, computed // senders, senders)
+        return torch.index_select(o, 0, index, out=scratch[2])
 
     def _partial(self, o: Tensor, token_rows: Tensor, weights: Tensor) -> Tensor:
         """bf16 (N, H): each received token's slots, weighted and summed in fp32."""

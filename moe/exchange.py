@@ -11,16 +11,18 @@ rows themselves travels on the way back.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.nvfp4 import BLOCK
+from cute_kernels.nvfp4 import BLOCK, DecodeTables
 from moe.config import MoEConfig
 from moe.experts import Numerics
 from moe.local import TokenRows
-from moe.plan import RoutingPlan, make_plan
+from moe.parallel import Homes
+from moe.plan import RoutingPlan
 from moe.workspace import Buffer
 
 _ROW_ALIGNMENT = 16  # bytes: rows are gathered by words, and a copy engine likes whole sectors
@@ -60,22 +62,26 @@ class Wire:
         return -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     def pack(self, tokens: TokenRows, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Tokens with ids and weights (T, K) -> uint8 (T, row_bytes)."""
+        """Tokens, ids int32 and weights (T, K) -> uint8 (T, row_bytes)."""
         count = tokens.data.shape[0]
-        rows = torch.zeros((count, self.row_bytes), dtype=torch.uint8, device=tokens.data.device)
+        rows = tokens.data.new_empty((count, self.row_bytes), dtype=torch.uint8)
         words, first = rows.view(torch.int32), 0
         parts: list[Tensor] = []
         if tokens.gx is not None:
             parts.append(_words(tokens.gx.unsqueeze(1)))
-        parts.append(topk_ids.int())
+        parts.append(topk_ids)
         if self.weighted:
             parts.append(_words(topk_weights.float()))
         parts.append(_words(tokens.data))
         for part in parts:
             words[:, first : first + part.shape[1]] = part
             first += part.shape[1]
+        end = 4 * first
         if tokens.scale is not None:
-            rows[:, 4 * first : 4 * first + tokens.scale.shape[1]] = tokens.scale
+            end += tokens.scale.shape[1]
+            rows[:, 4 * first : end] = tokens.scale
+        if end < self.row_bytes:
+            rows[:, end:].zero_()
         return rows
 
     def empty(self, rows: Tensor, which: Tensor) -> None:
@@ -84,24 +90,28 @@ class Wire:
         ids = rows.view(torch.int32)[:, first : first + self.top_k]
         ids.masked_fill_(which.unsqueeze(1), -1)
 
-    def unpack(self, rows: Tensor) -> tuple[TokenRows, Tensor, Tensor | None]:
-        """Inverse of `pack`: tokens, ids int32 (N, K), weights fp32 (N, K) or None."""
+    def unpack(
+        self, rows: Tensor, tables: DecodeTables | None = None
+    ) -> tuple[TokenRows, Tensor, Tensor | None]:
+        """Inverse of `pack`: tokens (strided views of ``rows``, with ``tables`` to decode them),
+        ids int32 (N, K), weights fp32 (N, K) or None.
+        """
         words, first = rows.view(torch.int32), 0
 
         def take(width: int, dtype: torch.dtype) -> Tensor:
             nonlocal first
-            part = words[:, first : first + width].contiguous().view(dtype)
+            part = words[:, first : first + width].view(dtype)
             first += width
             return part
 
-        gx = take(1, torch.float32).reshape(-1) if self.quantized else None
-        ids = take(self.top_k, torch.int32)
-        weights = take(self.top_k, torch.float32) if self.weighted else None
+        gx = take(1, torch.float32).squeeze(1) if self.quantized else None
+        ids = take(self.top_k, torch.int32).contiguous()
+        weights = take(self.top_k, torch.float32).contiguous() if self.weighted else None
         if not self.quantized:
             return TokenRows(take(self._data_words, torch.bfloat16)), ids, weights
         data = take(self._data_words, torch.uint8)
-        scale = rows[:, 4 * first : 4 * first + self.hidden // BLOCK].contiguous()
-        return TokenRows(data, scale, gx), ids, weights
+        scale = rows[:, 4 * first : 4 * first + self.hidden // BLOCK]
+        return TokenRows(data, scale, gx, tables), ids, weights
 
 
 def _words(rows: Tensor) -> Tensor:
@@ -138,129 +148,127 @@ def exchange_buffers(sizes: Sizes, wire: Wire) -> list[Buffer]:
 
 # ---- the owner's side
 
+Sort = Callable[[Tensor, int], RoutingPlan]  # ids int32 (T, N), number of groups -> their rows
 
-def owners(topk_ids: Tensor, bounds: Tensor) -> Tensor:
-    """int64 (T, K): rank of each slot's expert; -1 where the id names no expert.
 
-    bounds  int64 (W+1,): rank r owns the experts bounds[r] : bounds[r+1]
+class Owners(NamedTuple):
+    """Where the slots of a batch go.
+
+    ids   int32 (T, K): those that travel; what names no expert is -1 or E
+    rank  int32 (T, K): rank of the slot's expert, W for none
+    goes  int32 (T, W): d in column d where token t goes to rank d, else -1
     """
-    ids = topk_ids.long()
-    rank = torch.searchsorted(bounds[1:], ids, right=True)
-    return torch.where((ids >= 0) & (ids < bounds[-1]), rank, -1)
+
+    ids: Tensor
+    rank: Tensor
+    goes: Tensor
+
+
+def owners(topk_ids: Tensor, homes: Homes) -> Owners:
+    """topk_ids int32 or int64 (T, K)."""
+    count, ranks = topk_ids.shape[0], homes.goes.shape[1]
+    entry = topk_ids.add(1).clamp_(0, homes.rank.shape[0] - 1)
+    flat = entry.reshape(-1)
+    rank = homes.rank.index_select(0, flat).view(topk_ids.shape)
+    goes = homes.goes.index_select(0, flat).view(count, topk_ids.shape[1], ranks).amax(dim=1)
+    # int32 on the wire: an id beyond it must not turn into one that exists
+    return Owners(entry.sub_(1).int(), rank, goes)
 
 
 class Departure(NamedTuple):
-    """What leaves one rank, destination by destination, and where its rows come back.
+    """What leaves one rank, destination by destination, and where its rows come back: plans over
+    *ranks*, in which a row is a token that is sent, or a slot.
 
-    goes        bool (T, W): token t goes to rank d
-    slots       `RoutingPlan` of (token, slot) pairs over *ranks*: its token_rows (T, K) are the
-                places of the slots among the rows that come back
+    tokens  row_token (T * W,): token of each row that is sent; token_rows (T, W): place of token t
+            among the rows sent to all ranks, -1 where it is not sent. Rows that ranks have summed
+            come back in these places
+    slots   token_rows (T, K): place of each slot among the rows that come back
     """
 
-    goes: Tensor
+    tokens: RoutingPlan
     slots: RoutingPlan
 
     def counts(self) -> Tensor:
-        """int64 (W, 2): tokens and slots for each rank."""
-        return torch.stack((self.goes.sum(dim=0), self.slots.expert_offsets.diff().long()), dim=1)
-
-    def tokens(self) -> Tensor:
-        """int64 (sum of counts,): token of each row that is sent. Waits for the device."""
-        return self.goes.t().nonzero()[:, 1]
-
-    def token_rows(self) -> Tensor:
-        """int32 (T, W): place of token t among the rows sent to all ranks, -1 where it is not
-        sent. Rows that ranks have summed come back in these places.
-        """
-        place = self.goes.t().reshape(-1).cumsum(0) - 1  # (W * T,)
-        return torch.where(self.goes.t(), place.view(self.goes.t().shape), -1).t().int()
+        """int32 (W, 2): tokens and slots for each rank."""
+        ends = (self.tokens.expert_offsets, self.slots.expert_offsets)
+        return torch.stack(ends, dim=1).diff(dim=0)
 
 
-def depart(owner: Tensor, ranks: int) -> Departure:
-    """owner (T, K) of `owners` -> `Departure`."""
-    count = owner.shape[0]
-    goes = torch.zeros((count, ranks + 1), dtype=torch.bool, device=owner.device)
-    goes.scatter_(1, torch.where(owner < 0, ranks, owner), True)
-    slots = make_plan(owner, torch.zeros(owner.shape, device=owner.device), ranks)
-    return Departure(goes[:, :ranks], slots)
+def depart(owner: Owners, sort: Sort) -> Departure:
+    ranks = owner.goes.shape[1]
+    return Departure(sort(owner.goes, ranks), sort(owner.rank, ranks))
 
 
 class Booking(NamedTuple):
     """A `Departure` in a fixed number of places: C tokens and S rows for each rank.
 
-    token       int64 (W * C,): token in each place, -1 where it is empty
-    rows        int32 (T, K): place of each slot among the W * S rows that come back, or -1
-    token_rows  int32 (T, W): place of each token among the W * C places, or -1
-    lost        bool (T,): a slot of the token found no place
-    needed      int64 (2,): largest number of tokens, and of slots, for any one rank
+    token  int32 (W * C,): token in each place; some token or other in a place that is empty
+    empty  bool (W * C,)
+    rows   int32 (T, K): place of each slot among the W * S rows that come back, or -1
+    lost   bool (T,): a slot of the token found no place. None: there were enough, for any routing
     """
 
     token: Tensor
+    empty: Tensor
     rows: Tensor
-    token_rows: Tensor
-    lost: Tensor
-    needed: Tensor
+    lost: Tensor | None
 
 
-def book(owner: Tensor, ranks: int, tokens: int, rows: int) -> Booking:
+def book(owner: Owners, going: Departure, tokens: int, rows: int) -> Booking:
     """Places for tokens in order; nothing waits for the device. ``tokens`` = C, ``rows`` = S."""
-    going = depart(owner, ranks)
-    count = owner.shape[0]
-    place = going.goes.cumsum(dim=0) - 1  # (T, W)
-    fits = going.goes & (place < tokens)
-    rank = torch.arange(ranks, device=owner.device)
-    token_rows = torch.where(fits, rank * tokens + place, -1)  # (T, W)
-    token = torch.full(
-        (ranks * tokens + 1,), -1, device=owner.device
-    )  # the last one takes the rest
-    index = torch.where(fits, token_rows, ranks * tokens).reshape(-1)
-    source = torch.arange(count, device=owner.device).repeat_interleave(ranks)
-    token.scatter_(0, index, source)
-    # a token without a place has no slots there either: the experts' rank never sees it
-    held = fits.gather(1, owner.clamp(min=0)) & (owner >= 0)  # (T, K)
-    slots = depart(torch.where(held, owner, -1), ranks).slots
-    first = slots.expert_offsets.gather(0, owner.clamp(min=0).reshape(-1)).view(owner.shape)
-    place = slots.token_rows - first
-    held &= place < rows
-    return Booking(
-        token[:-1],
-        torch.where(held, owner * rows + place, -1).int(),
-        token_rows.int(),
-        ((owner >= 0) & ~held).any(dim=1),
-        going.counts().amax(dim=0),
-    )
+    (count, top_k), ranks = owner.rank.shape, owner.goes.shape[1]
+    first = going.tokens.expert_offsets.unsqueeze(1)  # (W + 1, 1)
+    place = torch.arange(tokens, dtype=torch.int32, device=first.device)  # (C,)
+    empty = (place >= first.diff(dim=0)).reshape(-1)
+    if count:
+        source = (first[:-1] + place).clamp_(max=count * ranks - 1).reshape(-1)
+        token = going.tokens.row_token.index_select(0, source).clamp_(min=0)
+    else:
+        token = torch.zeros_like(empty, dtype=torch.int32)
+    found = going.slots.token_rows
+    held = found >= 0  # (T, K)
+    lost = None
+    if count > tokens or count * top_k > rows:
+        at = owner.rank.clamp(max=ranks - 1)
+        before = going.slots.expert_offsets.index_select(0, at.reshape(-1)).view(at.shape)
+        fits = token_places(going, tokens).gather(1, at.long()) >= 0
+        fits &= found - before < rows
+        lost = (held & ~fits).any(dim=1)
+        held &= fits
+    ends = torch.arange(0, (ranks + 1) * rows, rows, dtype=torch.int32, device=first.device)
+    shift = ends - going.slots.expert_offsets  # (W + 1,)
+    moved = shift.index_select(0, owner.rank.reshape(-1)).view(found.shape) + found
+    return Booking(token, empty, torch.where(held, moved, -1), lost)
+
+
+def token_places(going: Departure, tokens: int) -> Tensor:
+    """int32 (T, W): place of each token among the W * C that leave, -1 where it has none. Rows that
+    ranks have summed come back in these places."""
+    found, first = going.tokens.token_rows, going.tokens.expert_offsets[:-1]
+    place = found - first
+    base = torch.arange(first.shape[0], dtype=torch.int32, device=first.device) * tokens
+    return torch.where((found >= 0) & (place < tokens), place + base, -1)
 
 
 # ---- the side of the experts
 
 
-def leaving_rows(token_rows: Tensor, rows: int) -> Tensor:
-    """int64 (rows,): row of o in each place on the way back: slots that have one, in the order
-    (token, slot). Places past the last slot name row 0.
+def leaving_rows(token_rows: Tensor, rows: int, ranks: int = 1) -> Tensor:
+    """int32 (ranks * rows,): row of o in each place on the way back.
+
+    token_rows  (N, K), the same number of tokens from each of ``ranks`` senders
+    rows        places for each of them, enough: slots that have a row, in the order (token, slot)
+
+    A place past the last slot names row 0.
     """
-    flat = token_rows.reshape(-1).long()
+    flat = token_rows.reshape(ranks, -1)
     here = flat >= 0
-    place = torch.where(here, here.cumsum(0) - 1, rows).clamp(max=rows)
-    return flat.new_zeros(rows + 1).scatter_(0, place, flat.clamp(min=0))[:rows]
-
-
-def leaving_places(token_rows: Tensor, ranks: int, rows: int) -> Tensor:
-    """`leaving_rows` with ``rows`` places for each rank: int64 (ranks * rows,)."""
-    flat = token_rows.reshape(ranks, -1).long()
-    here = flat >= 0
-    place = here.cumsum(dim=1) - 1  # (W, C * K)
-    rank = torch.arange(ranks, device=flat.device).unsqueeze(1)
-    index = torch.where(here & (place < rows), rank * rows + place, ranks * rows)
+    place = here.cumsum(dim=1)  # from 1
+    if ranks > 1:
+        place += torch.arange(0, ranks * rows, rows, device=flat.device).unsqueeze(1)
+    place *= here  # entry 0 takes the slots that are not here
     out = flat.new_zeros(ranks * rows + 1)
-    return out.scatter_(0, index.reshape(-1), flat.reshape(-1).clamp(min=0))[:-1]
-
-
-def keep_places(ids: Tensor, here: Tensor, ranks: int, rows: int) -> Tensor:
-    """ids (W * C, K) of tokens that came from ``ranks`` ranks: -1 where the slot is the rank's
-    (``here``) but found no place among ``rows`` of its sender, which counts alike.
-    """
-    place = here.reshape(ranks, -1).cumsum(dim=1).view(ids.shape) - 1
-    return torch.where(here & (place >= rows), -1, ids)
+    return out.scatter_(0, place.reshape(-1), flat.reshape(-1))[1:]
 
 
 def gather_rows(rows: Tensor, index: Tensor, out: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels import nvfp4, ops
 from cute_kernels.gemm_ops import kernels_on
-from cute_kernels.nvfp4 import BLOCK, Nvfp4Tensor
+from cute_kernels.nvfp4 import BLOCK, DecodeTables, Nvfp4Tensor
 from moe import experts, kernels, kernels_sm90, reference
 from moe.config import MoEConfig
 from moe.experts import Numerics, row_buffers
@@ -29,21 +29,26 @@ from moe.workspace import Buffer, allocate
 class TokenRows:
     """T tokens as experts read them.
 
-    data   uint8 (T, H/2) E2M1 codes, or bf16 (T, H)
-    scale  uint8 (T, H/16), row-major UE4M3 bytes; None for bf16
-    gx     fp32 (T,), outer scales; None for bf16
+    data    uint8 (T, H/2) E2M1 codes, or bf16 (T, H)
+    scale   uint8 (T, H/16), row-major UE4M3 bytes; None for bf16
+    gx      fp32 (T,), outer scales; None for bf16
+    tables  to decode to bf16 with, or None: made anew
+
+    Rows may be apart, as on the wire.
     """
 
     data: Tensor
     scale: Tensor | None = None
     gx: Tensor | None = None
+    tables: DecodeTables | None = None
 
     def decode(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Exact values code * scale (T, H), and gx (T,); ones for bf16."""
         if self.scale is None or self.gx is None:
             one = torch.ones(self.data.shape[0], device=self.data.device)
-            return self.data.to(dtype), one
-        return nvfp4.decode(Nvfp4Tensor(self.data, self.scale, self.gx), dtype), self.gx
+            return self.data.to(dtype).contiguous(), one
+        tables = self.tables if dtype == torch.bfloat16 else None
+        return nvfp4.decode(Nvfp4Tensor(self.data, self.scale, self.gx), dtype, tables), self.gx
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,19 +111,25 @@ class LocalExperts:
     def plan(self, topk_ids: Tensor, topk_weights: Tensor, rows: int) -> RoutingPlan:
         """The local rows of ids (N, K), of which there are at most ``rows``."""
         w = self.weights
-        if self.on_kernels and w.num_experts and topk_ids.numel():
-            with self._kernels_on(topk_ids.device):
-                sorted_rows = ops.sort_routes(
-                    topk_ids, topk_weights, self.cfg.num_experts, w.first_expert, w.num_experts
-                )
-            plan = RoutingPlan(*sorted_rows)
-        else:
-            plan = make_plan(
-                topk_ids, topk_weights, self.cfg.num_experts, w.first_expert, w.num_experts
-            )
+        experts = (self.cfg.num_experts, w.first_expert, w.num_experts)
+        plan = self._sort(topk_ids, topk_weights, *experts)
         return dataclasses.replace(
             plan, row_token=plan.row_token[:rows], row_weight=plan.row_weight[:rows]
         )
+
+    def sort(self, ids: Tensor, groups: int) -> RoutingPlan:
+        """Rows of ids int32 (N, S) over ``groups`` groups; what is none of 0 .. groups - 1 has no
+        row. Their weights are left unspecified."""
+        nothing = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        return self._sort(ids, nothing, groups, 0, groups)
+
+    def _sort(
+        self, ids: Tensor, weights: Tensor, groups: int, first: int, local: int
+    ) -> RoutingPlan:
+        if not (self.on_kernels and local and ids.numel()):
+            return make_plan(ids, weights, groups, first, local)
+        with self._kernels_on(ids.device):
+            return RoutingPlan(*ops.sort_routes(ids, weights, groups, first, local))
 
     def buffers(self, rows: int) -> list[Buffer]:
         """Scratch of `rows` for that many rows."""
@@ -141,6 +152,11 @@ class LocalExperts:
 
         def run(x: Tensor, ids: Tensor, mix: Tensor, shared: Tensor | None) -> Tensor:
             tokens = self.stage(x, ids, mix, lambda amax: amax)
+            for slots in (
+                ids,
+                ids[:, :1].expand(-1, self.ranks),
+            ):  # over ranks, on the owner's side
+                self.sort(slots.int(), self.ranks)
             plan = self.plan(ids.int(), mix, ids.numel())
             o = self.rows(tokens, plan, allocate(self.buffers(ids.numel()), x.device, None))
             factors = None if self.cfg.weight_on_input else mix
@@ -171,8 +187,10 @@ class LocalExperts:
             return kernels_sm90.run_received(values, gx, plan, weights, self.numerics, scratch)
         if self.on_kernels:
             assert tokens.scale is not None and tokens.gx is not None  # these are W4A4 only
-            received = (tokens.data, tokens.scale, tokens.gx)
-            return kernels.run_received(*received, plan, cfg, kernels.Experts.of(weights), scratch)
+            data, scale, gx = (t.contiguous() for t in (tokens.data, tokens.scale, tokens.gx))
+            return kernels.run_received(
+                data, scale, gx, plan, cfg, kernels.Experts.of(weights), scratch
+            )
         if self.backend == "reference":
             values, gx = tokens.decode(torch.float64)
             mode = self.numerics.activations

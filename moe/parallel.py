@@ -11,12 +11,13 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cute_kernels.nvfp4 import DecodeTables, decode_tables
 from moe.failures import WATCHDOG, Notes, RankError, Recorded, Watch, abort, drained
 from moe.weights import ExpertWeights
 
@@ -84,6 +85,27 @@ def split_experts(num_experts: int, ranks: int) -> list[tuple[int, int]]:
     size, rest = divmod(num_experts, ranks)
     bounds = [r * size + min(r, rest) for r in range(ranks + 1)]
     return list(itertools.pairwise(bounds))
+
+
+class Homes(NamedTuple):
+    """Where the E experts live, on one device: entry e + 1 is that of expert e, the first and the
+    last one are those of ids that name no expert.
+
+    rank  int32 (E+2,): rank of the expert, W for none
+    goes  int32 (E+2, W): that rank in the column of the rank, else -1
+    """
+
+    rank: Tensor
+    goes: Tensor
+
+    @classmethod
+    def of(cls, ranges: list[tuple[int, int]], device: torch.device) -> Homes:
+        ranks = len(ranges)
+        inner = [r for r, (first, end) in enumerate(ranges) for _ in range(first, end)]
+        rank = torch.tensor([ranks, *inner, ranks], dtype=torch.int32)
+        column = torch.arange(ranks, dtype=torch.int32)
+        goes = torch.where(rank.unsqueeze(1) == column, column, -1)
+        return cls(rank.to(device), goes.to(device))
 
 
 class ExpertParallel:
@@ -157,7 +179,8 @@ class ExpertParallel:
         self._phase, self._inside = "construction", False
         # tokens lost for want of capacity, and the largest numbers of tokens and slots of any pair
         self._overflow: Tensor | None = None
-        self._bounds: Tensor | None = None
+        self._homes: Homes | None = None
+        self._tables: DecodeTables | None = None
         limit = _group_limit(self.group) if timeout is None else timeout
         store = _group_store(self.group)
         turn = Notes(store, "", self.rank, self.size).count("moe/constructions")
@@ -192,12 +215,17 @@ class ExpertParallel:
             )
         return weights.select(*self.expert_range)
 
-    def bounds(self, device: torch.device) -> Tensor:
-        """int64 (size + 1,): rank r owns the experts bounds[r] : bounds[r + 1]."""
-        if self._bounds is None or self._bounds.device != device:
-            ends = [first for first, _ in self.ranges] + [self.num_experts]
-            self._bounds = torch.tensor(ends, device=device)
-        return self._bounds
+    def homes(self, device: torch.device) -> Homes:
+        """Where all experts live, on ``device``: made once."""
+        if self._homes is None or self._homes.rank.device != device:
+            self._homes = Homes.of(self.ranges, device)
+        return self._homes
+
+    def tables(self, device: torch.device) -> DecodeTables:
+        """What received codes decode to in bf16: made once."""
+        if self._tables is None or self._tables.values.device != device:
+            self._tables = decode_tables(device, torch.bfloat16)
+        return self._tables
 
     # ---- failures
 
@@ -302,6 +330,8 @@ class ExpertParallel:
             self._compare({**fields, "problem": problem}, "")
         if self._overflow is None or self._overflow.device != device:
             self._overflow = torch.zeros(3, dtype=torch.int64, device=device)
+        self.homes(device)  # host data: a CUDA graph could not make them
+        self.tables(device)
         self._layers += 1
         return self._layers
 
@@ -325,16 +355,17 @@ class ExpertParallel:
         return [table["nonce"] for table in tables]
 
     def exchange_counts(self, counts: Tensor, layer: int) -> tuple[list[list[int]], ...]:
-        """counts int64 (W, 2), tokens and slots for each rank -> host lists [[tokens, slots], ...]
+        """counts int32 (W, 2), tokens and slots for each rank -> host lists [[tokens, slots], ...]
         of what goes to, and of what comes from, each rank. Waits for the device.
 
         Raises RuntimeError when another rank is in a call of another layer.
         """
         with self.phase("counts"):
-            tag = torch.full((self.size, 1), layer, dtype=torch.int64, device=counts.device)
-            mine = torch.cat((counts, tag), dim=1)
-            theirs = self._all_to_all(torch.empty_like(mine), mine, None, None, on_host=True)
-            there, here = torch.stack((mine, theirs)).tolist()
+            table = counts.new_full((2, self.size, 3), layer, dtype=torch.int64)
+            mine, theirs = table.unbind()
+            mine[:, :2] = counts
+            self._all_to_all(theirs, mine, None, None, on_host=True)
+            there, here = table.tolist()
         wrong = [f"rank {r} in layer {row[2]}" for r, row in enumerate(here) if row[2] != layer]
         if wrong:
             raise RuntimeError(

@@ -11,25 +11,21 @@ import torch
 from torch import Tensor
 
 from cute_kernels import nvfp4
-from moe.exchange import (
-    Wire,
-    book,
-    depart,
-    keep_places,
-    leaving_places,
-    leaving_rows,
-    owners,
-)
+from moe.exchange import Wire, book, depart, leaving_rows, owners, token_places
 from moe.local import TokenRows
-from moe.parallel import split_experts
-from moe.plan import make_plan
+from moe.parallel import Homes, split_experts
+from moe.plan import RoutingPlan, make_plan
 from tests.layers import poison_new_tensors, same_bits
 
 SIZES = [(1, 4, 2), (2, 6, 3), (3, 7, 3), (5, 3, 2), (8, 30, 6)]  # ranks, experts, slots
 
 
-def bounds_of(ranks: int, experts: int) -> Tensor:
-    return torch.tensor([first for first, _ in split_experts(experts, ranks)] + [experts])
+def homes_of(ranks: int, experts: int) -> Homes:
+    return Homes.of(split_experts(experts, ranks), torch.device("cpu"))
+
+
+def sort(ids: Tensor, groups: int) -> RoutingPlan:
+    return make_plan(ids, torch.zeros(ids.shape), groups)
 
 
 def random_ids(count: int, experts: int, top_k: int, seed: int) -> Tensor:
@@ -60,9 +56,16 @@ def test_experts_are_split_evenly(experts: int, ranks: int, want: list[int]) -> 
     assert [b - a for a, b in ranges] == want
     assert ranges[0][0] == 0 and ranges[-1][1] == experts
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    ids = torch.arange(-1, experts + 1).unsqueeze(1)
-    found = owners(ids, bounds_of(ranks, experts)).squeeze(1).tolist()
-    assert found == [rank_of(e, ranks, experts) for e in range(-1, experts + 1)]
+    far = [-(2**31), 2**31 - 1]  # an int32 more would be another number
+    ids = torch.tensor([*range(-2, experts + 2), *far], dtype=torch.int32)
+    beyond = torch.tensor([2**32, 2**63 - 1, -(2**63)])  # what int32 would turn into expert 0
+    for given in (ids, ids.long(), beyond):
+        owner = owners(given.unsqueeze(1), homes_of(ranks, experts))
+        want = [rank_of(e, ranks, experts) for e in given.tolist()]
+        assert owner.rank.squeeze(1).tolist() == [ranks if r < 0 else r for r in want]
+        assert owner.goes.tolist() == [[d if d == r else -1 for d in range(ranks)] for r in want]
+        sent = zip(given.tolist(), owner.ids.squeeze(1).tolist())
+        assert all(e == s if 0 <= e < experts else s in (-1, experts) for e, s in sent)
 
 
 # ---- the wire ------------------------------------------------------------------------------------
@@ -113,10 +116,10 @@ def test_row_bytes_of_one_model() -> None:
 @pytest.mark.parametrize("count", [0, 1, 13])
 def test_tokens_go_once_to_each_rank(ranks: int, experts: int, top_k: int, count: int) -> None:
     ids = random_ids(count, experts, top_k, count)
-    going = depart(owners(ids, bounds_of(ranks, experts)), ranks)
+    going = depart(owners(ids, homes_of(ranks, experts)), sort)
     homes = [[rank_of(e, ranks, experts) for e in row] for row in ids.tolist()]
     pairs = [(d, t) for d in range(ranks) for t in range(count) if d in homes[t]]
-    assert going.tokens().tolist() == [t for _, t in pairs]
+    assert going.tokens.row_token[: len(pairs)].tolist() == [t for _, t in pairs]
     slots = [(d, t, k) for d, t in pairs for k in range(top_k) if homes[t][k] == d]
     counts = [[sum(p[0] == d for p in x) for x in (pairs, slots)] for d in range(ranks)]
     assert going.counts().tolist() == counts
@@ -125,7 +128,7 @@ def test_tokens_go_once_to_each_rank(ranks: int, experts: int, top_k: int, count
     assert going.slots.token_rows.tolist() == want
     sent = {(t, d): n for n, (d, t) in enumerate(pairs)}
     want = [[sent.get((t, d), -1) for d in range(ranks)] for t in range(count)]
-    assert going.token_rows().tolist() == want
+    assert going.tokens.token_rows.tolist() == want
 
 
 @pytest.mark.parametrize(("ranks", "experts", "top_k"), SIZES)
@@ -134,14 +137,14 @@ def test_places_are_given_in_order(
     ranks: int, experts: int, top_k: int, tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = random_ids(13, experts, top_k, tokens + rows)
-    owner = owners(ids, bounds_of(ranks, experts))
+    owner = owners(ids, homes_of(ranks, experts))
+    going = depart(owner, sort)
     poison_new_tensors(monkeypatch)
-    booking = book(owner, ranks, tokens, rows)
-    homes = owner.tolist()
+    booking = book(owner, going, tokens, rows)
+    homes = [[rank_of(e, ranks, experts) for e in row] for row in ids.tolist()]
     token = [-1] * (ranks * tokens)
     row_place = [[-1] * top_k for _ in range(13)]
     token_place = [[-1] * ranks for _ in range(13)]
-    needed = [0, 0]
     for d in range(ranks):
         there = [t for t in range(13) if d in homes[t]]
         slots = [(t, k) for t in there[:tokens] for k in range(top_k) if homes[t][k] == d]
@@ -149,13 +152,15 @@ def test_places_are_given_in_order(
             token[d * tokens + n], token_place[t][d] = t, d * tokens + n
         for n, (t, k) in enumerate(slots[:rows]):
             row_place[t][k] = d * rows + n
-        needed = [max(needed[0], len(there)), max(needed[1], sum(h.count(d) for h in homes))]
     lost = [any(homes[t][k] >= 0 and row_place[t][k] < 0 for k in range(top_k)) for t in range(13)]
-    assert booking.token.tolist() == token
+    assert booking.token.masked_fill(booking.empty, -1).tolist() == token
+    assert all(0 <= t < 13 for t in booking.token.tolist())
     assert booking.rows.tolist() == row_place
-    assert booking.token_rows.tolist() == token_place
-    assert booking.lost.tolist() == lost
-    assert booking.needed.tolist() == needed
+    assert token_places(going, tokens).tolist() == token_place
+    if tokens >= 13 and rows >= 13 * top_k:
+        assert booking.lost is None and not any(lost)  # known before any routing is
+    else:
+        assert booking.lost is not None and booking.lost.tolist() == lost
 
 
 @pytest.mark.parametrize(("ranks", "experts", "top_k"), SIZES)
@@ -165,33 +170,34 @@ def test_every_slot_comes_back_to_its_token(
 ) -> None:
     """All ranks in one process: the "experts" of rank d answer for slot (token, slot) of rank r
     with a number of its own, and it must arrive there and nowhere else."""
-    bounds, wire = bounds_of(ranks, experts), Wire(16, top_k, False, False)
+    homes, wire = homes_of(ranks, experts), Wire(16, top_k, False, False)
     rng = random.Random(ranks)
     ids = [random_ids(rng.choice((0, 1, 9, 14)), experts, top_k, r) for r in range(ranks)]
-    owner = [owners(i, bounds) for i in ids]
+    owner = [owners(i, homes) for i in ids]
     tokens = [(torch.arange(len(i)) + 100.0 * r).repeat(16, 1).t() for r, i in enumerate(ids)]
-    packed = [wire.pack(TokenRows(t.bfloat16()), i, i) for t, i in zip(tokens, ids)]
-    going = [depart(o, ranks) for o in owner]
+    going = [depart(o, sort) for o in owner]
+    given = [o.ids for o in owner]
     if capacity is not None:
-        books = [book(o, ranks, *capacity) for o in owner]
-        sent = [
-            (p if len(p) else wire.pack(TokenRows(torch.zeros(1, 16).bfloat16()), b, b))[
-                k.token.clamp(min=0)
-            ]
-            for p, k in zip(packed, books)
-            for b in [torch.zeros(1, top_k)]
+        books = [book(o, g, *capacity) for o, g in zip(owner, going)]
+        given = [
+            i if b.lost is None else i.masked_fill(b.rows < 0, -1) for i, b in zip(given, books)
         ]
-        for rows, k in zip(sent, books):
-            wire.empty(rows, k.token < 0)
+    packed = [wire.pack(TokenRows(t.bfloat16()), i, i) for t, i in zip(tokens, given)]
+    if capacity is not None:
+        nothing = torch.full((1, wire.row_bytes), 255, dtype=torch.uint8)
+        sent = [(p if len(p) else nothing)[b.token] for p, b in zip(packed, books)]
+        for rows, b in zip(sent, books):
+            wire.empty(rows, b.empty)
         sent = [list(s.split(capacity[0])) for s in sent]
     else:
-        sent = [list(p[g.tokens()].split(g.counts()[:, 0].tolist())) for p, g in zip(packed, going)]
+        sent = [
+            list(p[g.tokens.row_token[: sum(n)]].split(n))
+            for p, g in zip(packed, going)
+            for n in [g.counts()[:, 0].tolist()]
+        ]
     back: list[list[Tensor]] = [[] for _ in range(ranks)]
     for d in range(ranks):
         arrived, here, _ = wire.unpack(torch.cat([sent[r][d] for r in range(ranks)]))
-        if capacity is not None:
-            mine = owners(here, bounds) == d
-            here = keep_places(here, mine, ranks, capacity[1])
         first, end = split_experts(experts, ranks)[d]
         plan = make_plan(here, torch.zeros(here.shape), experts, first, end - first)
         # o of a row: its token's number and its slot
@@ -201,7 +207,7 @@ def test_every_slot_comes_back_to_its_token(
                 if row >= 0:
                     o[row] = torch.tensor([float(arrived.data[n, 0]), float(k)])
         if capacity is not None:
-            index = leaving_places(plan.token_rows, ranks, capacity[1])
+            index = leaving_rows(plan.token_rows, capacity[1], ranks)
             parts = o[index].split(capacity[1])
         else:
             counts = [int(g.counts()[d, 1]) for g in going]
@@ -214,7 +220,7 @@ def test_every_slot_comes_back_to_its_token(
         for t, slots in enumerate(places.tolist()):
             for k, place in enumerate(slots):
                 valid = 0 <= int(ids[r][t, k]) < experts
-                lost = capacity is not None and bool(books[r].lost[t])
-                assert (place >= 0) == valid or lost
+                gone = None if capacity is None else books[r].lost
+                assert (place >= 0) == valid or (gone is not None and bool(gone[t]))
                 if place >= 0:
                     assert returned[place].tolist() == [float(tokens[r][t, 0].bfloat16()), k]
