@@ -30,6 +30,7 @@ from cute_kernels.launch import (
     check_vector,
     grouped_scales,
     launch,
+    multiprocessors,
     register,
 )
 from cute_kernels.nvfp4 import BLOCK, check_expert_offsets, grouped_scale_rows
@@ -384,17 +385,9 @@ def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: 
     device = rows.data.device
     sizes: list[Any] = [rows.data.shape[0], rows.routed] if gathered else [rows.routed]
     load = [rows.data, rows.scale, rows.row_token, *sizes, rows.scale.shape[0]]
-    clusters = clusters_at_once(_multiprocessors(device), config.cluster)
+    clusters = clusters_at_once(multiprocessors(device), config.cluster)
     problem = [experts, n, 2 * half, None, clusters]  # None: no counter, the schedule is static
     launch(kernel, device, *load, *weights, offsets, *tensors, *problem)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        from cute_kernels.sim.runtime import NUM_SMS
-
-        return NUM_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _store_kernel(*args: Any) -> None:

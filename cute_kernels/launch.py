@@ -139,6 +139,15 @@ def arch_of(device: torch.device) -> str:
     return compiler.device_arch(index, torch.cuda.get_device_capability)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU, or of the simulated one for CPU tensors."""
+    if device.type == "cpu":
+        from cute_kernels.sim.runtime import NUM_SMS
+
+        return NUM_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def launch(kernel: Any, device: torch.device, *values: float | Tensor | None) -> None:
     """Launch on the current stream of ``device``. Tensors become addresses, None is left out."""
     launcher = compiler.load(kernel, arch_of(device))

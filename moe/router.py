@@ -12,7 +12,9 @@ from torch import Tensor
 
 from moe.config import MoEConfig
 
-_X_BITS = 16  # bits of one half of an activation
+# Bits of an activation relative to the largest of its row, in two parts: together with the sign they
+# are an int32, whose bytes the kernels multiply.
+_HIGH_BITS, _LOW_BITS = 16, 15
 # bits of a router weight relative to the largest of its row; 2^16 * 2^22 * 2^14 terms < 2^53
 _W_BITS = 22
 
@@ -22,8 +24,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     in any batch.
 
     A matrix product sums in an order that depends on the shape. Here the order cannot matter: both
-    operands are rounded to fixed point relative to the largest element of their row (x in two parts
-    of 16 bits, weights 22 bits), so that every partial sum is an integer below 2^53 and exact in
+    operands are rounded to fixed point relative to the largest element of their row (x 31 bits,
+    in two parts, weights 22 bits), so that every partial sum is an integer below 2^53 and exact in
     fp64. The rounding is below that of an fp32 product. A NaN or Inf in a row of x makes that row
     NaN and no other.
 
@@ -36,12 +38,12 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         )
     if x.shape[1] > 2**14:
         raise ValueError(f"hidden up to {2**14} keeps the router's sums exact, got {x.shape[1]}")
-    wide, step = x.double(), _grid(x, _X_BITS)
+    wide, step = x.double(), _grid(x, _HIGH_BITS)
     high = (wide / step).round()  # (T, H) integers, |.| <= 2^16
-    low = ((wide / step - high) * 2.0**_X_BITS).round()  # what was lost, the same range
+    low = ((wide / step - high) * 2.0**_LOW_BITS).round()  # what was lost, |.| <= 2^14
     w_step = _grid(weight, _W_BITS)
     w = (weight.double() / w_step).round().t()  # (H, E)
-    total = high @ w + (low @ w) * 2.0**-_X_BITS  # each product exact; one rounding in the sum
+    total = high @ w + (low @ w) * 2.0**-_LOW_BITS  # each product exact; one rounding in the sum
     logits = (total * step * w_step.t()).float()
     return logits if bias is None else logits + bias.float()
 

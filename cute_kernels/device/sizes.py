@@ -8,3 +8,7 @@ BLOCK = 16
 def scale_pitch(hidden: int) -> int:
     """Bytes between rows of row-major scales of ``hidden`` columns: whole 16-byte accesses."""
     return -(-hidden // BLOCK // 16) * 16
+
+
+ROUTER_STEP = 32  # columns of one integer MMA of the router
+ROUTER_TILE = 16  # experts whose digits lie together

@@ -1,9 +1,14 @@
-"""mma.sync.m16n8k16 of bf16 with fp32 accumulators: the matrix product of one warp.
+"""mma.sync: the matrix product of one warp, m16n8k16 of bf16 with fp32 accumulators and m16n8k32 of
+bytes with int32 accumulators.
 
 Fragments (PTX ISA, "Matrix fragments for mma.m16n8k16"), lane = 4 g + t: A registers hold rows g,
 g + 8, g, g + 8 and columns 2t, 2t + 1, the last two 8 columns on; B registers rows 2t, 2t + 1 and 8
 rows on, column g; C and D rows g, g, g + 8, g + 8 and columns 2t, 2t + 1. Products are summed in
 fp64 and rounded once.
+
+Bytes ("Matrix fragments for mma.m16n8k32"): an A register holds columns 4t .. 4t + 3 of its row, the
+last two 16 columns on; a B register rows 4t .. 4t + 3 and 16 rows on, column g. Sums are exact and
+wrap around at 32 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from .access import need
 from .checks import UnsupportedInstruction
 
 _SHAPE = ("sync", "aligned", "m16n8k16", "row", "col", "f32", "bf16", "bf16", "f32")
+_BYTE_SHAPE = ("sync", "aligned", "m16n8k32", "row", "col", "s32")
+_BYTES = {"u8": np.uint8, "s8": np.int8}
 _G, _T = np.arange(32) // 4, np.arange(32) % 4
 
 
@@ -26,10 +33,22 @@ def _pairs(warp: Any, operand: Any) -> np.ndarray:
     return halves.view(np.float32).astype(np.float64)
 
 
+def _bytes(warp: Any, operand: Any, kind: str) -> np.ndarray:
+    """int64 (registers, 32 lanes, 4): bytes of type ``kind``."""
+    words = np.stack([np.asarray(warp.read(item)) for item in operand.items]).astype(np.uint32)
+    return words[..., None].view(_BYTES[kind]).astype(np.int64)
+
+
 def warp_mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    if tuple(instr.mods) != _SHAPE:
-        raise UnsupportedInstruction(f"{instr.opcode}: only m16n8k16 of bf16 is modelled")
+    mods = tuple(instr.mods)
     need(bool(mask.all()), f"{instr.opcode} needs all 32 lanes")
+    if mods[:6] == _BYTE_SHAPE and mods[6] in _BYTES and mods[7] in _BYTES and mods[8:] == ("s32",):
+        _byte_mma(warp, instr, mask)
+        return
+    if mods != _SHAPE:
+        raise UnsupportedInstruction(
+            f"{instr.opcode}: only m16n8k16 of bf16 and m16n8k32 of bytes are modelled"
+        )
     d, a_regs, b_regs, c_regs = instr.operands
     a, b = np.empty((16, 16)), np.empty((16, 8))
     for i, pair in enumerate(_pairs(warp, a_regs)):
@@ -44,6 +63,22 @@ def warp_mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
             c = np.asarray(warp.read(add)).astype(np.uint32).view(np.float32)
             total = product[_G + 8 * (i // 2), 2 * _T + i % 2] + c.astype(np.float64)
             warp.write(out, total.astype(np.float32).view(np.uint32), mask)
+
+
+def _byte_mma(warp: Any, instr: Any, mask: np.ndarray) -> None:
+    d, a_regs, b_regs, c_regs = instr.operands
+    a, b = np.empty((16, 32), np.int64), np.empty((32, 8), np.int64)
+    for i, four in enumerate(_bytes(warp, a_regs, instr.mods[6])):
+        for j in range(4):
+            a[_G + 8 * (i % 2), 4 * _T + j + 16 * (i // 2)] = four[:, j]
+    for i, four in enumerate(_bytes(warp, b_regs, instr.mods[7])):
+        for j in range(4):
+            b[4 * _T + j + 16 * i, _G] = four[:, j]
+    product = a @ b
+    for i, (out, add) in enumerate(zip(d.items, c_regs.items)):
+        c = np.asarray(warp.read(add)).astype(np.uint32).view(np.int32)
+        total = product[_G + 8 * (i // 2), 2 * _T + i % 2] + c.astype(np.int64)
+        warp.write(out, (total & 0xFFFFFFFF).astype(np.uint32), mask)
 
 
 HANDLERS = {"mma.sync": warp_mma}

@@ -1,0 +1,180 @@
+"""The router on torch tensors: exact logits, and which experts a token goes to; see
+`cute_kernels.launch`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.device.sizes import ROUTER_STEP, ROUTER_TILE
+from cute_kernels.launch import (
+    DSL_TYPES,
+    FLOATS,
+    Buffer,
+    allocate,
+    check_matrix,
+    check_out,
+    check_rows,
+    check_vector,
+    flat,
+    launch,
+    multiprocessors,
+    register,
+)
+
+MAX_HIDDEN = 2**14  # whose sums of digits fit in int32
+W_BITS = 22
+W_DIGITS = 3
+FEW_TOKENS = 16  # up to which a cluster takes 16 tokens x 16 experts
+TILE_TOKENS, TILE_EXPERTS = 64, 64
+PASS_COST = 0.1  # of the pass for row maxima, in tiles of experts
+SPLIT_TOKENS = 1024  # up to which a cluster shares the columns of a tile
+
+
+class RouterWeights(NamedTuple):
+    """A router's weight (E, H) as the kernels read it; made by `pack_weights`.
+
+    digits  int32 (ceil(E / 16), ceil(H / 32), 3, 32, 4): bytes of the fixed-point weights, in the
+            order of MMA fragments; rows and columns past the last are 0
+    scale   fp64 (E,): value of one unit, a power of two; NaN for a row with NaN or Inf
+    """
+
+    digits: Tensor
+    scale: Tensor
+
+
+def pack_weights(weight: Tensor) -> RouterWeights:
+    """weight (E, H) floating point -> `RouterWeights` on its device.
+
+    W = round(weight / scale), |W| <= 2^22, is written in balanced base 256: three signed digits,
+    the lowest first. Word (h, n) of lane 4 g + q of a step and digit holds columns 8 q + 4 h .. + 3
+    of the step, of expert 8 n + g of the tile. Raises ValueError for another shape or H > 2^14.
+    """
+    if weight.dim() != 2 or weight.shape[1] > MAX_HIDDEN:
+        raise ValueError(
+            f"weight must be (E, H) with H up to {MAX_HIDDEN}, past which sums of digits may leave "
+            f"int32, got {tuple(weight.shape)}"
+        )
+    experts, hidden = weight.shape
+    scale = row_scale(weight, W_BITS)
+    whole = torch.nan_to_num((weight.double() / scale).round(), nan=0.0).long()
+    tiles, steps = -(-experts // ROUTER_TILE), -(-hidden // ROUTER_STEP)
+    padded = whole.new_zeros(tiles * ROUTER_TILE, steps * ROUTER_STEP)
+    padded[:experts, :hidden] = whole
+    digits = []
+    for _ in range(W_DIGITS):
+        digits.append(((padded + 128) & 255) - 128)
+        padded = (padded - digits[-1]) >> 8
+    # (digit, tile, n, g, step, q, h, byte) -> (tile, step, digit, g, q, n, h, byte)
+    split = torch.stack(digits).to(torch.int8).view(W_DIGITS, tiles, 2, 8, steps, 4, 2, 4)
+    words = split.permute(1, 4, 0, 3, 5, 2, 6, 7).contiguous().view(torch.int32)
+    return RouterWeights(words.view(tiles, steps, W_DIGITS, 32, 4), scale.squeeze(-1))
+
+
+def row_scale(x: Tensor, bits: int) -> Tensor:
+    """fp64 (rows, 1): the power of two p with max|x| / p in [2^(bits-1), 2^bits), the smallest one
+    for a zero row, NaN for a row with NaN or Inf.
+    """
+    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
+    exponent = (amax.float().view(torch.int32) >> 23) - 127  # exact, unlike log2
+    step = ((exponent.long() + (1 - bits + 1023)) << 52).view(torch.float64)
+    return torch.where(torch.isfinite(amax), step, torch.nan)
+
+
+def router_logits(x: Tensor, weights: RouterWeights, bias: Tensor | None = None) -> Tensor:
+    """x (T, H) bf16, fp16 or fp32, H a multiple of 8 -> fp32 logits (T, E), exact up to one
+    rounding: the same bits in any batch.
+
+    Both operands are fixed point relative to the largest of their row, x with 31 bits, weights with
+    22; their integer products are summed exactly, rounded to fp64 and then to fp32, and ``bias``
+    fp32 (E,) is added. A NaN or Inf in a row of x or of the weights makes all its logits NaN.
+    Raises TypeError or ValueError before anything is allocated.
+    """
+    _check_logits(x, weights.digits, weights.scale, bias)
+    (logits,) = allocate(_logits_buffers(x, weights.scale), x.device)
+    torch.ops.nvfp4_megamoe.router_logits(x, weights.digits, weights.scale, bias, logits)
+    return logits
+
+
+def _logits_buffers(x: Tensor, scale: Tensor) -> list[Buffer]:
+    return [Buffer("logits", (x.shape[0], scale.shape[0]), torch.float32)]
+
+
+def _check_logits(x: Tensor, digits: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    check_matrix(x, "x", FLOATS, 8)
+    check_rows(x.shape[0], "rows of x")
+    experts, hidden = scale.shape[0], x.shape[1]
+    if hidden > MAX_HIDDEN:
+        raise ValueError(f"hidden up to {MAX_HIDDEN} keeps the router's sums exact, got {hidden}")
+    check_vector(scale, "scale of the router weights", torch.float64, (), x.device)
+    tiles, steps = -(-experts // ROUTER_TILE), -(-hidden // ROUTER_STEP)
+    shape = (tiles, steps, W_DIGITS, 32, 4)
+    check_out((digits,), (Buffer("digits of the router weights", shape, torch.int32),), x.device)
+    if bias is not None:
+        check_vector(bias, "bias", torch.float32, experts, x.device)
+
+
+def _check_logits_out(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, logits: Tensor) -> None:
+    _check_logits(x, digits, scale, bias)
+    check_out((logits,), _logits_buffers(x, scale), x.device)
+
+
+def _logits_kernel(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, logits: Tensor) -> None:
+    from cute_kernels.device.router import RouterFew
+    from cute_kernels.device.router_tile import RouterTile
+
+    tokens, experts = logits.shape
+    if tokens == 0 or experts == 0:
+        return
+    fields = (x.shape[1], DSL_TYPES[x.dtype], bias is not None)
+    bias = None if bias is None else bias.contiguous()
+    inputs = (flat(x), digits, scale.contiguous(), bias)
+    columns = -(-experts // TILE_EXPERTS)
+    if tokens <= FEW_TOKENS:
+        kernel, last = RouterFew(*fields), digits.shape[0]
+    elif tokens <= SPLIT_TOKENS:
+        kernel, last = RouterTile(*fields, split=8), columns
+    else:
+        sms = multiprocessors(x.device)
+        kernel, last = RouterTile(*fields, split=1), best_columns(tokens, columns, sms)
+    launch(kernel, x.device, *inputs, logits, tokens, experts, last)
+
+
+def best_columns(tokens: int, columns: int, sms: int) -> int:
+    """CTAs side by side over ``columns`` tiles of experts, for each tile of tokens: the number that
+    ends first, a CTA's own tiles one after another, after a pass over its tokens."""
+    tiles = -(-tokens // TILE_TOKENS)
+
+    def time(side: int) -> float:
+        return -(-tiles * side // sms) * (-(-columns // side) + PASS_COST)
+
+    return min(range(1, columns + 1), key=time)
+
+
+def _plain_logits(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, *_: Tensor) -> Any:
+    """The same sums in fp64, in two parts that are exact each."""
+    tiles, steps = digits.shape[:2]
+    split = digits.contiguous().view(torch.int8).view(tiles, steps, W_DIGITS, 8, 4, 2, 2, 4)
+    split = split.permute(2, 0, 5, 3, 1, 4, 6, 7).reshape(
+        W_DIGITS, tiles * ROUTER_TILE, steps * ROUTER_STEP
+    )
+    w = sum(split[j].double() * 256.0**j for j in range(W_DIGITS))
+    w = w[: scale.shape[0], : x.shape[1]].t()
+    step = row_scale(x, 31)
+    whole = (x.double() / step).round()
+    high = torch.floor(whole * 2.0**-16)
+    low = whole - high * 2.0**16
+    total = (high @ w) * 2.0**16 + low @ w
+    logits = (total * step * scale).float()
+    return (logits if bias is None else logits + bias,)
+
+
+register(
+    "router_logits(Tensor x, Tensor digits, Tensor scale, Tensor? bias, Tensor(a!) logits)",
+    _check_logits_out,
+    _plain_logits,
+    _logits_kernel,
+)
