@@ -1,8 +1,7 @@
 """Which experts a token goes to, and with what weight: numerics.md section 5.
 
-Every function is a few torch operations on fp32 (tokens, experts) scores and does not depend on the
-batch:
-the same token gets the same bits alone and among others.
+Every function is a few torch operations and does not depend on the batch: the same token gets the
+same bits alone and among others. Kernels with these bits: `cute_kernels.router_ops`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels.torch_router import Selection, scores, select
 from moe.config import MoEConfig
+
+__all__ = ["route", "router_logits", "scores", "selection"]
 
 # Bits of an activation relative to the largest of its row, in two parts: together with the sign they
 # are an int32, whose bytes the kernels multiply.
@@ -60,41 +62,6 @@ def _grid(x: Tensor, bits: int) -> Tensor:
     return torch.where(torch.isfinite(amax), step, torch.nan)
 
 
-def scores(logits: Tensor, scoring: str) -> Tensor:
-    """fp32 (T, E) -> fp32 scores: softmax over experts, sigmoid, or sqrt(softplus).
-
-    sigmoid and softplus are spelled with exp and log1p: torch.sigmoid and softplus on a CPU give an
-    element other bits in the vectorised part of a batch than in its remainder.
-    """
-    logits = logits.float()
-    if scoring == "softmax":
-        return logits.softmax(dim=-1)
-    if scoring == "sigmoid":
-        return 1.0 / (1.0 + torch.exp(-logits))
-    if scoring == "sqrtsoftplus":
-        return (logits.clamp(min=0.0) + torch.log1p(torch.exp(-logits.abs()))).sqrt()
-    raise ValueError(f"scoring must be softmax, sigmoid or sqrtsoftplus, got {scoring!r}")
-
-
-def _stable_top(values: Tensor, k: int) -> Tensor:
-    """int64 (T, k) indices of the largest, ties to the lower index (torch.topk gives no such
-    promise).
-    """
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-
-
-def _keep_best_groups(biased: Tensor, cfg: MoEConfig) -> Tensor:
-    """Scores of the experts outside the best groups become -inf (DeepSeek-V3 section 2.1.2)."""
-    grouped = biased.unflatten(-1, (cfg.num_groups, -1))  # (T, groups, experts per group)
-    best_two = grouped.sort(dim=-1, descending=True).values[..., :2]
-    group_score = (
-        best_two[..., 0] if best_two.shape[-1] == 1 else best_two[..., 0] + best_two[..., 1]
-    )
-    chosen = _stable_top(group_score, cfg.top_groups)  # (T, top_groups)
-    kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(-1, chosen, True)
-    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
-
-
 def route(
     logits: Tensor,
     cfg: MoEConfig,
@@ -116,8 +83,6 @@ def route(
     """
     if logits.dim() != 2 or logits.shape[1] != cfg.num_experts:
         raise ValueError(f"logits must be (T, {cfg.num_experts}), got {tuple(logits.shape)}")
-    s = scores(logits, cfg.scoring)
-    padding = None
     if tid2eid is not None:
         if input_ids is None:
             raise ValueError("this layer routes by token id (tid2eid): pass input_ids to forward")
@@ -128,23 +93,10 @@ def route(
             )
         if input_ids.is_floating_point():
             raise TypeError(f"input_ids must be integers, got {input_ids.dtype}")
-        token_ids = input_ids.reshape(-1).long()
-        padding = (token_ids < 0).unsqueeze(-1)  # (T, 1); as an index -1 would be the last row
-        ids = tid2eid[token_ids.clamp(min=0)].long()
-    else:
-        choose = s if selection_bias is None else s + selection_bias.float()
-        if cfg.num_groups > 1:
-            choose = _keep_best_groups(choose, cfg)
-        ids = _stable_top(choose, cfg.top_k)
-    weights = s.gather(-1, ids)
-    if cfg.renormalize:
-        total = weights[:, 0]
-        for slot in range(
-            1, cfg.top_k
-        ):  # slots in order: a sum whose order does not depend on the batch
-            total = total + weights[:, slot]
-        total = total.unsqueeze(-1)
-        weights = torch.where(total == 0, 0.0, weights / total)
-    if padding is not None:
-        ids, weights = torch.where(padding, -1, ids), torch.where(padding, 0.0, weights)
-    return ids.int(), weights
+    return select(logits, selection(cfg), selection_bias, tid2eid, input_ids)
+
+
+def selection(cfg: MoEConfig, factor: float = 1.0) -> Selection:
+    """How the config chooses experts."""
+    groups = (cfg.num_groups, cfg.top_groups)
+    return Selection(cfg.top_k, cfg.scoring, *groups, cfg.renormalize, factor)

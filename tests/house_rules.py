@@ -43,7 +43,10 @@ WIDE_SIGNATURES = {
 }
 # What moe may import of cute_kernels. Hopper's operations are a door of their own: they read
 # another weight layout, which the layer packs when it is built.
-DOORS = {"ops", "gemm_ops", "sm90_ops", "nvfp4", "activations", "torch_math", "torch_ops"}
+DOORS = {
+    "ops", "gemm_ops", "sm90_ops", "router_ops",
+    "nvfp4", "activations", "torch_math", "torch_ops", "torch_router",
+}  # fmt: skip
 # Other imports of cute_kernels by a module of moe, each with its reason.
 DOOR_EXCEPTIONS: dict[str, set[str]] = {}
 # Imports of profiling by a module of moe, each with its reason.

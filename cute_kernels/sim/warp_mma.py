@@ -24,6 +24,10 @@ _SHAPE = ("sync", "aligned", "m16n8k16", "row", "col", "f32", "bf16", "bf16", "f
 _BYTE_SHAPE = ("sync", "aligned", "m16n8k32", "row", "col", "s32")
 _BYTES = {"u8": np.uint8, "s8": np.int8}
 _G, _T = np.arange(32) // 4, np.arange(32) % 4
+# of row r and column c: byte c % 4 of lane 4 (r % 8) + c % 16 / 4, in the register of its half
+_ROW, _COLUMN = np.arange(16)[:, None], np.arange(32)
+_A_BYTES = (_ROW // 8 + _COLUMN // 16 * 2) * 128 + _ROW % 8 * 16 + _COLUMN % 16
+_B_BYTES = (_COLUMN[:, None] // 16) * 128 + np.arange(8) * 16 + _COLUMN[:, None] % 16
 
 
 def _pairs(warp: Any, operand: Any) -> np.ndarray:
@@ -33,10 +37,10 @@ def _pairs(warp: Any, operand: Any) -> np.ndarray:
     return halves.view(np.float32).astype(np.float64)
 
 
-def _bytes(warp: Any, operand: Any, kind: str) -> np.ndarray:
-    """int64 (registers, 32 lanes, 4): bytes of type ``kind``."""
+def _bytes(warp: Any, operand: Any, kind: str, place: np.ndarray) -> np.ndarray:
+    """int64 matrix of the bytes of type ``kind`` in the registers, byte place[r, c] at (r, c)."""
     words = np.stack([np.asarray(warp.read(item)) for item in operand.items]).astype(np.uint32)
-    return words[..., None].view(_BYTES[kind]).astype(np.int64)
+    return words.view(_BYTES[kind]).reshape(-1)[place].astype(np.int64)
 
 
 def warp_mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
@@ -67,13 +71,8 @@ def warp_mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
 
 def _byte_mma(warp: Any, instr: Any, mask: np.ndarray) -> None:
     d, a_regs, b_regs, c_regs = instr.operands
-    a, b = np.empty((16, 32), np.int64), np.empty((32, 8), np.int64)
-    for i, four in enumerate(_bytes(warp, a_regs, instr.mods[6])):
-        for j in range(4):
-            a[_G + 8 * (i % 2), 4 * _T + j + 16 * (i // 2)] = four[:, j]
-    for i, four in enumerate(_bytes(warp, b_regs, instr.mods[7])):
-        for j in range(4):
-            b[4 * _T + j + 16 * i, _G] = four[:, j]
+    a = _bytes(warp, a_regs, instr.mods[6], _A_BYTES)
+    b = _bytes(warp, b_regs, instr.mods[7], _B_BYTES)
     product = a @ b
     for i, (out, add) in enumerate(zip(d.items, c_regs.items)):
         c = np.asarray(warp.read(add)).astype(np.uint32).view(np.int32)
