@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_kernels import torch_router
 from cute_kernels.device.sizes import ROUTER_STEP, ROUTER_TILE
 from cute_kernels.launch import (
     DSL_TYPES,
@@ -24,7 +26,11 @@ from cute_kernels.launch import (
     multiprocessors,
     register,
 )
+from cute_kernels.scoring import SCORINGS
+from cute_kernels.torch_router import Selection, row_scale
 
+INTEGERS = (torch.int32, torch.int64)
+MAX_EXPERTS, MAX_SLOTS = 1024, 32
 MAX_HIDDEN = 2**14  # whose sums of digits fit in int32
 W_BITS = 22
 W_DIGITS = 3
@@ -74,16 +80,6 @@ def pack_weights(weight: Tensor) -> RouterWeights:
     return RouterWeights(words.view(tiles, steps, W_DIGITS, 32, 4), scale.squeeze(-1))
 
 
-def row_scale(x: Tensor, bits: int) -> Tensor:
-    """fp64 (rows, 1): the power of two p with max|x| / p in [2^(bits-1), 2^bits), the smallest one
-    for a zero row, NaN for a row with NaN or Inf.
-    """
-    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
-    exponent = (amax.float().view(torch.int32) >> 23) - 127  # exact, unlike log2
-    step = ((exponent.long() + (1 - bits + 1023)) << 52).view(torch.float64)
-    return torch.where(torch.isfinite(amax), step, torch.nan)
-
-
 def router_logits(x: Tensor, weights: RouterWeights, bias: Tensor | None = None) -> Tensor:
     """x (T, H) bf16, fp16 or fp32, H a multiple of 8 -> fp32 logits (T, E), exact up to one
     rounding: the same bits in any batch.
@@ -101,6 +97,123 @@ def router_logits(x: Tensor, weights: RouterWeights, bias: Tensor | None = None)
 
 def _logits_buffers(x: Tensor, scale: Tensor) -> list[Buffer]:
     return [Buffer("logits", (x.shape[0], scale.shape[0]), torch.float32)]
+
+
+def router_topk(
+    logits: Tensor,
+    how: Selection,
+    selection_bias: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    input_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """fp32 logits (T, E) -> topk_ids int32 (T, k), topk_weights fp32 (T, k), the bits of
+    `cute_kernels.torch_router.select`.
+
+    selection_bias  fp32 (E,): added to the scores that choose; the weights are without it
+    tid2eid         int32 or int64 (vocabulary, k): ids = tid2eid[input_ids], weights from the
+                    scores
+    input_ids       int32 or int64 (T,); a negative one is padding: ids -1, weights 0. On a GPU one
+                    past the vocabulary is padding too, on a CPU it is an IndexError
+
+    Ties choose the lower id, NaN comes first. E up to 1024, k and the groups up to 32: a warp keeps
+    a token's scores in registers. Raises TypeError or ValueError before anything is allocated.
+    """
+    _check_topk(logits, how, selection_bias, tid2eid, input_ids)
+    ids, weights = allocate(_topk_buffers(logits, how.top_k), logits.device)
+    torch.ops.nvfp4_megamoe.router_topk(
+        logits, selection_bias, tid2eid, input_ids, *dataclasses.astuple(how), ids, weights
+    )
+    return ids, weights
+
+
+def _topk_buffers(logits: Tensor, top_k: int) -> list[Buffer]:
+    shape = (logits.shape[0], top_k)
+    return [
+        Buffer("topk_ids", shape, torch.int32),
+        Buffer("topk_weights", shape, torch.float32),
+    ]
+
+
+def unsupported(num_experts: int, how: Selection) -> str:
+    """Why `router_topk` refuses these sizes, or ''."""
+    if num_experts > MAX_EXPERTS or how.top_k > MAX_SLOTS or how.num_groups > MAX_SLOTS:
+        return (
+            f"a warp keeps up to {MAX_EXPERTS} scores, {MAX_SLOTS} slots and {MAX_SLOTS} groups of "
+            f"a token, got {num_experts} experts, {how.top_k} slots and {how.num_groups} groups"
+        )
+    return ""
+
+
+def _check_topk(logits: Tensor, how: Selection, bias: Any, table: Any, input_ids: Any) -> None:
+    check_matrix(logits, "logits", (torch.float32,), 1)
+    tokens, experts = logits.shape
+    check_rows(tokens, "rows of logits")
+    if how.scoring not in SCORINGS:
+        raise ValueError(f"scoring must be one of {SCORINGS}, got {how.scoring!r}")
+    if not 0 < how.top_k <= experts or experts % how.num_groups:
+        raise ValueError(
+            f"top_k must be 1 to {experts} and groups must divide {experts} experts, got "
+            f"{how.top_k} and {how.num_groups}"
+        )
+    if reason := unsupported(experts, how):
+        raise ValueError(reason)
+    if bias is not None:
+        check_vector(bias, "selection_bias", torch.float32, experts, logits.device)
+    if table is None:
+        return
+    if table.dtype not in INTEGERS or table.dim() != 2 or table.shape[1] != how.top_k:
+        raise ValueError(
+            f"tid2eid must be int32 or int64 (vocabulary, {how.top_k}), got {table.dtype} "
+            f"{tuple(table.shape)}"
+        )
+    if input_ids is None or input_ids.dtype not in INTEGERS or input_ids.shape != (tokens,):
+        given = None if input_ids is None else (input_ids.dtype, tuple(input_ids.shape))
+        raise ValueError(f"input_ids must be int32 or int64 ({tokens},), got {given}")
+    if {table.device, input_ids.device} != {logits.device}:
+        raise ValueError(
+            f"tid2eid is on {table.device}, input_ids on {input_ids.device}, logits on "
+            f"{logits.device}"
+        )
+
+
+def _check_topk_out(*args: Any) -> None:
+    logits, how, rest = _topk_arguments(args)
+    _check_topk(logits, how, *rest)
+    check_out(args[-2:], _topk_buffers(logits, how.top_k), logits.device)
+
+
+def _topk_arguments(args: tuple[Any, ...]) -> tuple[Tensor, Selection, tuple[Any, ...]]:
+    return args[0], Selection(*args[4:10]), args[1:4]
+
+
+def _topk_kernel(*args: Any) -> None:
+    from cute_kernels.device.topk import RouterTopK
+
+    logits, how, (bias, table, input_ids) = _topk_arguments(args)
+    if logits.shape[0] == 0:
+        return
+    hashed = table is not None
+    kernel = RouterTopK(
+        logits.shape[1],
+        how.top_k,
+        how.scoring,
+        (1, 1) if hashed else (how.num_groups, how.top_groups),
+        how.renormalize,
+        biased=bias is not None and not hashed,
+        table=DSL_TYPES[table.dtype] if hashed else "",
+        tokens=DSL_TYPES[input_ids.dtype] if hashed else "Int64",
+    )
+    pointers = [table.contiguous(), input_ids.contiguous()] if hashed else [bias, None]
+    if bias is not None and not hashed:
+        pointers = [bias.contiguous(), None]
+    vocabulary = table.shape[0] if hashed else 0
+    inputs = (logits.contiguous(), *pointers)
+    launch(kernel, logits.device, *inputs, *args[-2:], logits.shape[0], vocabulary, how.factor)
+
+
+def _plain_topk(*args: Any) -> Any:
+    logits, how, rest = _topk_arguments(args)
+    return torch_router.select(logits, how, *rest)
 
 
 def _check_logits(x: Tensor, digits: Tensor, scale: Tensor, bias: Tensor | None) -> None:
@@ -143,6 +256,11 @@ def _logits_kernel(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, logits: 
     launch(kernel, x.device, *inputs, logits, tokens, experts, last)
 
 
+def kernel_sizes(max_tokens: int) -> list[int]:
+    """A number of tokens for each kernel that calls with up to ``max_tokens`` take."""
+    return [n for n in (1, FEW_TOKENS + 1, SPLIT_TOKENS + 1) if n <= max_tokens]
+
+
 def best_columns(tokens: int, columns: int, sms: int) -> int:
     """CTAs side by side over ``columns`` tiles of experts, for each tile of tokens: the number that
     ends first, a CTA's own tiles one after another, after a pass over its tokens."""
@@ -172,6 +290,14 @@ def _plain_logits(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, *_: Tenso
     return (logits if bias is None else logits + bias,)
 
 
+register(
+    "router_topk(Tensor logits, Tensor? selection_bias, Tensor? tid2eid, Tensor? input_ids, "
+    "int top_k, str scoring, int num_groups, int top_groups, bool renormalize, float factor, "
+    "Tensor(a!) ids, Tensor(b!) weights)",
+    _check_topk_out,
+    _plain_topk,
+    _topk_kernel,
+)
 register(
     "router_logits(Tensor x, Tensor digits, Tensor scale, Tensor? bias, Tensor(a!) logits)",
     _check_logits_out,

@@ -1,5 +1,6 @@
-"""Which experts a token goes to, in plain PyTorch: what the kernel of `cute_kernels.router_ops` must
-equal bit for bit, and what CPU tensors get."""
+"""Which experts a token goes to, in plain PyTorch: what the kernel of `cute_kernels.router_ops`
+equals bit for bit, and what CPU tensors get.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class TorchScores:
         return a / b
 
     def sqrt(self, a: Tensor) -> Tensor:
-        return a.sqrt()
+        """Through fp64: that of fp32 is not rounded correctly on every CPU. A root of 24 bits is no
+        nearer to the middle of two fp32 numbers than 2^-50, so the second rounding does no harm."""
+        return a.double().sqrt().float()
 
     def maximum(self, a: Tensor, b: float) -> Tensor:
         return a.clamp(min=b)  # keeps NaN
@@ -145,3 +148,13 @@ def select(
     if padding is not None:
         ids, weights = torch.where(padding, -1, ids), torch.where(padding, 0.0, weights)
     return ids.int(), weights * how.factor
+
+
+def row_scale(x: Tensor, bits: int) -> Tensor:
+    """fp64 (rows, 1): the power of two p with max|x| / p in [2^(bits-1), 2^bits), the smallest one
+    for a zero row, NaN for a row with NaN or Inf.
+    """
+    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
+    exponent = (amax.float().view(torch.int32) >> 23) - 127  # exact, unlike log2
+    step = ((exponent.long() + (1 - bits + 1023)) << 52).view(torch.float64)
+    return torch.where(torch.isfinite(amax), step, torch.nan)

@@ -40,7 +40,7 @@ from moe.local import LocalExperts
 from moe.parallel import Exchange, ExpertParallel
 from moe.ranges import stage
 from moe.reference import Tokens
-from moe.router import route, router_logits
+from moe.router import RouterKernels, route, router_logits
 from moe.weights import ExpertWeights
 from moe.workspace import Workspace, total_bytes
 
@@ -125,6 +125,7 @@ class MoE(nn.Module):
                 self._number = join(parallel, self._local(weights))
         if self.backend == "sim":
             start_simulator()
+        self._router = RouterKernels.of(self.backend, cfg)
         self.shared = shared
         self.workspace = workspace
         self.first_expert = weights.first_expert
@@ -255,15 +256,25 @@ class MoE(nn.Module):
         if self.router_weight is None:
             raise ValueError("this layer has no router_weight: use layer.experts(x, ids, weights)")
         with stage("moe.route"):
-            logits = router_logits(flat, self.router_weight, self.router_bias)
-            ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
-            weights = weights * self.cfg.routed_scaling_factor
+            ids, weights = self._route(flat, input_ids)
         shared = None
         if self.shared is not None:
             with torch.no_grad():  # its parameters may be trainable; this layer's result is not
                 shared = self.shared(flat)
             check_shared(shared, tuple(flat.shape), flat.device)
         return self._run(flat, ids, weights, shared).reshape(x.shape)
+
+    def _route(self, x: Tensor, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """topk_ids and topk_weights (T, top_k), times the routed factor."""
+        if self._router is not None:
+            return self._router(x, self._router_tensors(), input_ids)
+        assert self.router_weight is not None
+        logits = router_logits(x, self.router_weight, self.router_bias)
+        ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
+        return ids, weights * self.cfg.routed_scaling_factor
+
+    def _router_tensors(self) -> tuple[Tensor | None, ...]:
+        return self.router_weight, self.router_bias, self.selection_bias, self.tid2eid
 
     def experts(
         self,
@@ -422,6 +433,8 @@ class MoE(nn.Module):
                 f"workspace of {self.workspace.nbytes} bytes is too small for {max_tokens} tokens, "
                 f"which need {need}"
             )
+        if self._router is not None:
+            self._router.warmup(max_tokens, self._router_tensors())
         call = None if self.parallel is None else self._call(self.parallel)
         if call is not None:
             call.warmup(max_tokens)

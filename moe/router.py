@@ -9,13 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.torch_router import Selection, scores, select
+from cute_kernels import router_ops
+from cute_kernels.gemm_ops import kernels_on, without_launches
+from cute_kernels.router_ops import RouterWeights
+from cute_kernels.torch_router import Selection, row_scale, scores, select
 from moe.config import MoEConfig
 
-__all__ = ["route", "router_logits", "scores", "selection"]
+__all__ = ["RouterKernels", "route", "router_logits", "scores", "selection"]
 
-# Bits of an activation relative to the largest of its row, in two parts: together with the sign they
-# are an int32, whose bytes the kernels multiply.
+KERNEL_BACKENDS = ("sm100", "sim", "sm90")
+
+# Bits of an activation relative to the largest of its row, in two parts; with the sign they are an
+# int32, whose bytes the kernels multiply.
 _HIGH_BITS, _LOW_BITS = 16, 15
 # bits of a router weight relative to the largest of its row; 2^16 * 2^22 * 2^14 terms < 2^53
 _W_BITS = 22
@@ -40,26 +45,14 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         )
     if x.shape[1] > 2**14:
         raise ValueError(f"hidden up to {2**14} keeps the router's sums exact, got {x.shape[1]}")
-    wide, step = x.double(), _grid(x, _HIGH_BITS)
+    wide, step = x.double(), row_scale(x, _HIGH_BITS)
     high = (wide / step).round()  # (T, H) integers, |.| <= 2^16
     low = ((wide / step - high) * 2.0**_LOW_BITS).round()  # what was lost, |.| <= 2^14
-    w_step = _grid(weight, _W_BITS)
+    w_step = row_scale(weight, _W_BITS)
     w = (weight.double() / w_step).round().t()  # (H, E)
     total = high @ w + (low @ w) * 2.0**-_LOW_BITS  # each product exact; one rounding in the sum
     logits = (total * step * w_step.t()).float()
     return logits if bias is None else logits + bias.float()
-
-
-def _grid(x: Tensor, bits: int) -> Tensor:
-    """fp64 (rows, 1): the power of two p with max|x| / p in [2^(bits-1), 2^bits); 1 for a zero row,
-    NaN for NaN or Inf.
-    """
-    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
-    exponent = (amax.float().view(torch.int32) >> 23) - 127  # exact, unlike log2
-    step = ((exponent.long() + (1 - bits + 1023)) << 52).view(
-        torch.float64
-    )  # 2^(exponent + 1 - bits)
-    return torch.where(torch.isfinite(amax), step, torch.nan)
 
 
 def route(
@@ -84,19 +77,95 @@ def route(
     if logits.dim() != 2 or logits.shape[1] != cfg.num_experts:
         raise ValueError(f"logits must be (T, {cfg.num_experts}), got {tuple(logits.shape)}")
     if tid2eid is not None:
-        if input_ids is None:
-            raise ValueError("this layer routes by token id (tid2eid): pass input_ids to forward")
-        if input_ids.numel() != logits.shape[0]:
-            raise ValueError(
-                f"input_ids must hold one id per token, got {input_ids.numel()} for "
-                f"{logits.shape[0]}"
-            )
-        if input_ids.is_floating_point():
-            raise TypeError(f"input_ids must be integers, got {input_ids.dtype}")
+        input_ids = check_input_ids(input_ids, logits.shape[0])
     return select(logits, selection(cfg), selection_bias, tid2eid, input_ids)
+
+
+def check_input_ids(input_ids: Tensor | None, tokens: int) -> Tensor:
+    """Flat token ids of a layer that routes by them, or an error."""
+    if input_ids is None:
+        raise ValueError("this layer routes by token id (tid2eid): pass input_ids to forward")
+    if input_ids.numel() != tokens:
+        raise ValueError(
+            f"input_ids must hold one id per token, got {input_ids.numel()} for {tokens}"
+        )
+    if input_ids.is_floating_point():
+        raise TypeError(f"input_ids must be integers, got {input_ids.dtype}")
+    return input_ids.reshape(-1)
 
 
 def selection(cfg: MoEConfig, factor: float = 1.0) -> Selection:
     """How the config chooses experts."""
     groups = (cfg.num_groups, cfg.top_groups)
     return Selection(cfg.top_k, cfg.scoring, *groups, cfg.renormalize, factor)
+
+
+class RouterKernels:
+    """The router of a layer on kernels: the bits of `router_logits` and `route`, the weights times
+    ``routed_scaling_factor``.
+
+    The digits of the router's weight follow it: made at the first call, and anew, in the same
+    memory, when the weight is another tensor or was written to.
+    """
+
+    def __init__(self, cfg: MoEConfig) -> None:
+        self.cfg, self.how = cfg, selection(cfg, cfg.routed_scaling_factor)
+        self._source: Tensor | None = None  # kept: its address cannot become another weight's
+        self._version = 0
+        self._weights: RouterWeights | None = None
+
+    @classmethod
+    def of(cls, backend: str, cfg: MoEConfig) -> RouterKernels | None:
+        """None for a backend, or sizes, without these kernels."""
+        fits = cfg.hidden % 8 == 0 and cfg.hidden <= router_ops.MAX_HIDDEN
+        fits = fits and not router_ops.unsupported(cfg.num_experts, selection(cfg))
+        return cls(cfg) if backend in KERNEL_BACKENDS and fits else None
+
+    def weights(self, weight: Tensor) -> RouterWeights:
+        """``weight`` (E, H) as the kernels read it."""
+        if torch.compiler.is_compiling():
+            return self._weights or router_ops.pack_weights(weight)
+        version = 0 if weight.is_inference() else weight._version
+        old = self._weights
+        if old is None or weight is not self._source or version != self._version:
+            new = router_ops.pack_weights(weight)
+            if old is not None and old.scale.device == weight.device:
+                for memory, tensor in zip(old, new):  # a CUDA graph may hold the address
+                    memory.copy_(tensor)
+                new = old
+            self._source, self._version, self._weights = weight, version, new
+        assert self._weights is not None
+        return self._weights
+
+    def __call__(
+        self, x: Tensor, router: tuple[Tensor | None, ...], input_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x (T, H) -> topk_ids, topk_weights (T, k). ``router``: weight, bias, selection bias and
+        tid2eid of the layer."""
+        weight, bias, selection_bias, tid2eid = router
+        assert weight is not None  # the layer has checked
+        if tid2eid is None:
+            input_ids = None
+        else:
+            input_ids = check_input_ids(input_ids, x.shape[0])
+            if input_ids.dtype not in router_ops.INTEGERS:
+                input_ids = input_ids.long()
+        with kernels_on(x.device):
+            linear = None if bias is None else bias.float()
+            logits = router_ops.router_logits(x, self.weights(weight), linear)
+            chooses = None if selection_bias is None else selection_bias.float()
+            return router_ops.router_topk(logits, self.how, chooses, tid2eid, input_ids)
+
+    def warmup(self, max_tokens: int, router: tuple[Tensor | None, ...]) -> None:
+        """Compile and load every kernel of every call with up to ``max_tokens`` tokens."""
+        weight, _, _, tid2eid = router
+        if weight is None:
+            return
+        self.weights(weight)
+        kinds = router_ops.INTEGERS if tid2eid is not None else (torch.int64,)
+        with without_launches():
+            for count in router_ops.kernel_sizes(max_tokens):
+                for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    x = weight.new_empty((count, self.cfg.hidden), dtype=dtype)
+                    for kind in kinds:
+                        self(x, router, x.new_empty(count, dtype=kind))

@@ -199,6 +199,15 @@ def redux_max_u32(value: Uint32) -> Uint32:
     )
 
 
+def redux_min_u32(value: Uint32) -> Uint32:
+    """Minimum over the warp; all 32 lanes must be here."""
+    return inline_ptx(
+        f"redux.sync.min.u32 {{$w0}}, {{$r0}}, 0x{FULL_MASK:x};",
+        write_only_types=[Uint32],
+        read_only_args=[value],
+    )
+
+
 def redux_add_i32(value: Int32) -> Int32:
     """Sum over the warp; all 32 lanes must be here."""
     return inline_ptx(

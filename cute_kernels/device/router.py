@@ -1,4 +1,4 @@
-"""Router logits by exact integer arithmetic on tensor cores: the bits of `moe.router.router_logits`.
+"""Router logits by exact integer arithmetic on tensor cores: bits of `moe.router.router_logits`.
 
     logits[t, e] = fp32(fp64(sum_k X[t, k] * W[e, k]) * 2^(a - 30) * w_scale[e]) + bias[e]
 
@@ -25,7 +25,7 @@ from cutlass import Float32, Float64, Int32, Int64, Uint32
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
 from cute_kernels.device.quantize import tree
-from cute_kernels.device.sizes import ROUTER_STEP, ROUTER_TILE
+from cute_kernels.device.sizes import ROUTER_STEP
 
 WARP = 32
 X_DIGITS, W_DIGITS = 4, 3
@@ -192,8 +192,9 @@ def multiply(a, b, c, signed):
     """a (16 x 32 bytes, four words) times b (32 x 8 signed bytes, two words) plus c."""
     kind = "s8" if signed else "u8"
     return cute.arch.inline_ptx(
-        f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+        "{{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Int32] * 4,
         read_only_args=[*a, *b, *c],
     )

@@ -1,4 +1,4 @@
-"""Router logits of many tokens: tiles of 64 tokens x 64 experts; see `cute_kernels.device.router`."""
+"""Router logits of many tokens, 64 tokens x 64 experts a tile; see `cute_kernels.device.router`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from cutlass import Int32, Int64, Uint32
 from cute_kernels.device import ptx
 from cute_kernels.device.quantize import tree
 from cute_kernels.device.router import (
-    STEP_WORDS,
     SUMS,
     W_DIGITS,
     WARP,
@@ -21,7 +20,6 @@ from cute_kernels.device.router import (
     cluster_barrier,
     exact_total,
     multiply_digits,
-    over_quad,
     row_factors,
     tile_half,
     word_of_rank,
@@ -43,7 +41,7 @@ class RouterTile(RouterLogits):
 
     Per chunk of 64 columns, double buffered: digits of x in shared memory, those of the weights in
     registers. Their loads for the next chunk are in flight while the warp multiplies this one. The
-    row maxima take a pass of their own, once for all the experts of a CTA: x comes from the L2 then.
+    row maxima take a pass of their own, once for all experts of a CTA; x comes from the L2 then.
     A cluster of ``split`` > 1 CTAs shares the columns of a tile and has one tile of experts.
     """
 

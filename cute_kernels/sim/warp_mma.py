@@ -6,9 +6,9 @@ g + 8, g, g + 8 and columns 2t, 2t + 1, the last two 8 columns on; B registers r
 rows on, column g; C and D rows g, g, g + 8, g + 8 and columns 2t, 2t + 1. Products are summed in
 fp64 and rounded once.
 
-Bytes ("Matrix fragments for mma.m16n8k32"): an A register holds columns 4t .. 4t + 3 of its row, the
-last two 16 columns on; a B register rows 4t .. 4t + 3 and 16 rows on, column g. Sums are exact and
-wrap around at 32 bits.
+Bytes ("Matrix fragments for mma.m16n8k32"): an A register holds columns 4t .. 4t + 3 of its row,
+the last two 16 columns on; a B register rows 4t .. 4t + 3 and 16 rows on, column g. Sums are exact
+and wrap around at 32 bits.
 """
 
 from __future__ import annotations
