@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_kernels.nvfp4 import Nvfp4Tensor
 from moe import exchange
 from moe.exchange import Sizes, Wire, exchange_buffers
 from moe.local import LocalExperts, TokenRows
@@ -54,6 +57,40 @@ class Batch(NamedTuple):
     weights: Tensor
     shared: Tensor | None
 
+    def part(self, first: int, end: int) -> Batch:
+        x = self.x
+        if isinstance(x, Nvfp4Tensor):  # its type alone is asked for: its tokens are staged
+            x = dataclasses.replace(
+                x,
+                data=x.data[first:end],
+                scale=x.scale[first:end],
+                global_scale=x.global_scale.expand(x.shape[0])[first:end],
+            )
+        else:
+            x = x[first:end]
+        shared = None if self.shared is None else self.shared[first:end]
+        return Batch(x, self.ids[first:end], self.weights[first:end], shared)
+
+
+class Trip(NamedTuple):
+    """One part of a batch on its way.
+
+    scratch   its buffers
+    computed  rows of experts, in as many places for each sender where those are fixed
+    there     what arrives, what leaves, and how many rows from and to each rank
+    back      where rows come back, how many from each rank, and how many go back to each
+    places    int32 (T, K), or (T, W) of summed rows: their places among those that came back
+    lost      bool (T,) or None
+    """
+
+    batch: Batch
+    scratch: list[Tensor]
+    computed: int
+    there: tuple[Any, ...]
+    back: tuple[Any, ...]
+    places: Tensor
+    lost: Tensor | None = None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExchangeCall:
@@ -75,108 +112,158 @@ class ExchangeCall:
             tokens = self.local.stage(
                 batch.x, batch.ids, batch.weights, self.parallel.max_over_ranks
             )
-        if self.mode.capacity is None:
-            return self._by_counts(batch, tokens)
-        return self._by_places(batch, tokens, self.mode.capacity)
+        parts = self._parts(batch, tokens)
+        trips = self._by_counts(parts) if self.mode.capacity is None else self._by_places(parts)
+        parallel = self.parallel
+        # all that leaves is on its way before the first part is computed
+        outward = [(trip, parallel.start("dispatch", *trip.there)) for trip in trips]
+        homeward = []
+        for trip, arrived in outward:
+            arrived()
+            with parallel.phase("experts"):
+                out = self._compute(trip)
+            homeward.append((trip, parallel.start("return", trip.back[0], out, *trip.back[1:])))
+        done = []
+        for trip, returned in homeward:
+            returned()
+            with parallel.phase("combine"), stage("moe.combine"):
+                done.append(self._sum(trip))
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    def _parts(self, batch: Batch, tokens: TokenRows) -> list[tuple[Batch, TokenRows]]:
+        count, parts = batch.ids.shape[0], self.mode.split
+        if parts == 1:
+            return [(batch, tokens)]
+        ends = [count * i // parts for i in range(parts + 1)]
+        return [(batch.part(a, b), tokens.part(a, b)) for a, b in itertools.pairwise(ends)]
 
     def worst(self, max_tokens: int) -> Sizes:
-        """Rows of a call with up to ``max_tokens`` tokens on every rank: all tokens of all ranks
-        come here, with all their slots."""
+        """Rows of one part of a call with up to ``max_tokens`` tokens on every rank: all tokens of
+        all ranks come here, with all their slots."""
         ranks, top_k = self.parallel.size, self.local.cfg.top_k
-        capacity = self.mode.capacity
-        if capacity is not None:
-            tokens, rows = ranks * capacity.tokens, ranks * self._rows(capacity)
+        if self.mode.capacity is not None:
+            places, rows = self._places(self.mode.capacity)
+            tokens, rows = ranks * places, ranks * rows
             return Sizes(tokens, tokens, rows, tokens if self.mode.pre_reduce else rows)
-        received = ranks * max_tokens if self.local.weights.num_experts else 0
-        sent = max_tokens * min(top_k, ranks, self.parallel.num_experts)
-        returned = sent if self.mode.pre_reduce else max_tokens * top_k
+        most = -(-max_tokens // self.mode.split)
+        received = ranks * most if self.local.weights.num_experts else 0
+        sent = most * min(top_k, ranks, self.parallel.num_experts)
+        returned = sent if self.mode.pre_reduce else most * top_k
         return Sizes(sent, received, received * top_k, returned)
 
     def memory(self, max_tokens: int) -> int:
         """Bytes of scratch that are enough for every call with up to ``max_tokens`` tokens on
         every rank."""
-        return total_bytes(self.buffers(self.worst(max_tokens)))
+        return total_bytes(self.buffers([self.worst(max_tokens)] * self.mode.split))
 
     def warmup(self, max_tokens: int) -> None:
         self.local.warmup(max_tokens, self.worst(max_tokens).computed, self.mode.pre_reduce)
 
-    def buffers(self, sizes: Sizes) -> list[Buffer]:
-        return [*exchange_buffers(sizes, self.wire), *self.local.buffers(sizes.computed)]
+    def buffers(self, parts: Sequence[Sizes]) -> list[Buffer]:
+        """Scratch of a call, part after part."""
+        return [
+            buffer
+            for sizes in parts
+            for buffer in (*exchange_buffers(sizes, self.wire), *self.local.buffers(sizes.computed))
+        ]
 
-    def _rows(self, capacity: Capacity) -> int:
-        most = capacity.tokens * self.local.cfg.top_k
-        return most if capacity.rows is None else min(capacity.rows, most)
+    def _scratch(self, parts: Sequence[Sizes], device: torch.device) -> list[list[Tensor]]:
+        flat = allocate(self.buffers(parts), device, self.workspace)
+        each = len(flat) // len(parts)
+        return [flat[i : i + each] for i in range(0, len(flat), each)]
 
-    def _by_counts(self, batch: Batch, tokens: TokenRows) -> Tensor:
+    def _places(self, capacity: Capacity) -> tuple[int, int]:
+        """Tokens and rows of one part for each pair of ranks."""
+        tokens = -(-capacity.tokens // self.mode.split)
+        most = tokens * self.local.cfg.top_k
+        if capacity.rows is None:
+            return tokens, most
+        return tokens, min(-(-capacity.rows // self.mode.split), most)
+
+    def _by_counts(self, parts: list[tuple[Batch, TokenRows]]) -> Iterator[Trip]:
         """Sizes follow the routing: one exchange of counts, for which the host waits."""
         parallel, reduced = self.parallel, self.mode.pre_reduce
+        device = parts[0][0].ids.device
+        leaves, packed = [], []
+        for batch, tokens in parts:
+            with parallel.phase("counts"):
+                owner = exchange.owners(batch.ids, parallel.homes(device))
+                leaves.append(exchange.depart(owner, self.local.sort))
+            with parallel.phase("dispatch"):
+                packed.append(self.wire.pack(tokens, owner.ids, batch.weights))
         with parallel.phase("counts"):
-            owner = exchange.owners(batch.ids, parallel.homes(batch.x.device))
-            going = exchange.depart(owner, self.local.sort)
+            counts = [going.counts() for going in leaves]
+            table = counts[0] if len(counts) == 1 else torch.cat(counts, dim=1)
+        there, here = parallel.exchange_counts(table, self.layer)
+        # by part: tokens and slots that go to, and that come from, each rank
+        numbers = [
+            [[row[column] for row in side] for side in (there, here) for column in (i, i + 1)]
+            for i in range(0, 2 * len(parts), 2)
+        ]
+        sizes = [
+            Sizes(sum(sent), sum(received), sum(slots_here), sum(sent if reduced else slots_sent))
+            for sent, slots_sent, received, slots_here in numbers
+        ]
         with parallel.phase("dispatch"):
-            packed = self.wire.pack(tokens, owner.ids, batch.weights)
-        there, here = parallel.exchange_counts(going.counts(), self.layer)
-        sent, received = ([n for n, _ in c] for c in (there, here))
-        slots_sent, slots_here = ([n for _, n in c] for c in (there, here))
-        back = sent if reduced else slots_sent
-        sizes = Sizes(sum(sent), sum(received), sum(slots_here), sum(back))
-        with parallel.phase("dispatch"):
-            scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
-            leaving, arriving, _, returned = scratch[:4]
-            exchange.gather_rows(packed, going.tokens.row_token[: sizes.sent], leaving)
-        parallel.all_to_all("dispatch", arriving, leaving, received, sent)
-        with parallel.phase("experts"):
-            out = self._compute(arriving, scratch, sizes.computed, 1)
-        back_here = received if reduced else slots_here
-        parallel.all_to_all("return", returned[: sizes.returned], out, back, back_here)
-        with parallel.phase("combine"), stage("moe.combine"):
-            places = going.tokens.token_rows if reduced else going.slots.token_rows
-            return self._sum(returned, places, batch)
+            scratch = self._scratch(sizes, device)
+        for i, (sent, slots_sent, received, slots_here) in enumerate(numbers):
+            leaving, arriving, _, returned = scratch[i][:4]
+            with parallel.phase("dispatch"):
+                rows = leaves[i].tokens.row_token[: sizes[i].sent]
+                exchange.gather_rows(packed[i], rows, leaving)
+            going = leaves[i]
+            yield Trip(
+                parts[i][0],
+                scratch[i],
+                sizes[i].computed,
+                (arriving, leaving, received, sent),
+                (returned[: sizes[i].returned], sent, received)
+                if reduced
+                else (returned[: sizes[i].returned], slots_sent, slots_here),
+                going.tokens.token_rows if reduced else going.slots.token_rows,
+            )
 
-    def _by_places(self, batch: Batch, tokens: TokenRows, capacity: Capacity) -> Tensor:
+    def _by_places(self, parts: list[tuple[Batch, TokenRows]]) -> Iterator[Trip]:
         """Sizes are fixed, nothing waits for the device."""
         parallel, reduced = self.parallel, self.mode.pre_reduce
-        rows, sizes = self._rows(capacity), self.worst(capacity.tokens)
+        assert self.mode.capacity is not None
+        (places, rows), sizes = self._places(self.mode.capacity), self.worst(0)
+        device = parts[0][0].ids.device
         with parallel.phase("dispatch"):
-            scratch = allocate(self.buffers(sizes), batch.x.device, self.workspace)
-            leaving, arriving, _, returned = scratch[:4]
-            owner = exchange.owners(batch.ids, parallel.homes(batch.x.device))
-            going = exchange.depart(owner, self.local.sort)
-            booking = exchange.book(owner, going, capacity.tokens, rows)
-            ids = owner.ids
-            if booking.lost is not None:
-                parallel.count_lost(booking.lost, going.counts().amax(dim=0))
-                # an expert must not compute what has no place on the way back
-                ids = ids.masked_fill(booking.rows < 0, -1)
-            if batch.x.shape[0]:
-                packed = self.wire.pack(tokens, ids, batch.weights)
-                exchange.gather_rows(packed, booking.token, leaving)
-            self.wire.empty(leaving, booking.empty)
-        parallel.all_to_all("dispatch", arriving, leaving)
-        with parallel.phase("experts"):
-            out = self._compute(arriving, scratch, sizes.computed, parallel.size)
-        parallel.all_to_all("return", returned, out)
-        with parallel.phase("combine"), stage("moe.combine"):
-            places = exchange.token_places(going, capacity.tokens) if reduced else booking.rows
-            y = self._sum(returned, places, batch)
-            if booking.lost is None:
-                return y
-            return y.masked_fill_(booking.lost.unsqueeze(1), torch.nan)
+            scratch = self._scratch([sizes] * len(parts), device)
+        for (batch, tokens), mine in zip(parts, scratch):
+            leaving, arriving, _, returned = mine[:4]
+            with parallel.phase("dispatch"):
+                owner = exchange.owners(batch.ids, parallel.homes(device))
+                going = exchange.depart(owner, self.local.sort)
+                booking = exchange.book(owner, going, places, rows)
+                ids = owner.ids
+                if booking.lost is not None:
+                    parallel.count_lost(booking.lost, going.counts().amax(dim=0))
+                    # an expert must not compute what has no place on the way back
+                    ids = ids.masked_fill(booking.rows < 0, -1)
+                if ids.shape[0]:
+                    packed = self.wire.pack(tokens, ids, batch.weights)
+                    exchange.gather_rows(packed, booking.token, leaving)
+                self.wire.empty(leaving, booking.empty)
+                at = exchange.token_places(going, places) if reduced else booking.rows
+            there, back = (arriving, leaving), (returned,)
+            yield Trip(batch, mine, sizes.computed, there, back, at, booking.lost)
 
-    def _compute(
-        self, arriving: Tensor, scratch: list[Tensor], computed: int, senders: int
-    ) -> Tensor:
-        """Tokens as they arrived -> the rows that go back, bf16. ``scratch`` is that of the call,
-        ``computed`` the rows of experts, in as many places for each of ``senders``."""
+    def _compute(self, trip: Trip) -> Tensor:
+        """Tokens as they arrived -> the rows that go back, bf16."""
+        arriving, computed = trip.there[0], trip.computed
         tokens, ids, weights = self.wire.unpack(arriving, self.parallel.tables(arriving.device))
         mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
         plan = self.local.plan(ids, mix, computed)
-        self.parallel.received = plan.expert_offsets
-        o = self.local.rows(tokens, plan, scratch[4:])
+        self.parallel.count_received(plan.expert_offsets)
+        o = self.local.rows(tokens, plan, trip.scratch[4:])
         if self.mode.pre_reduce:
             return self._partial(o, plan.token_rows, mix)
+        # fixed places lie apart, sender by sender
+        senders = 1 if self.mode.capacity is None else self.parallel.size
         index = exchange.leaving_rows(plan.token_rows, computed // senders, senders)
-        return torch.index_select(o, 0, index, out=scratch[2])
+        return torch.index_select(o, 0, index, out=trip.scratch[2])
 
     def _partial(self, o: Tensor, token_rows: Tensor, weights: Tensor) -> Tensor:
         """bf16 (N, H): each received token's slots, weighted and summed in fp32."""
@@ -186,10 +273,13 @@ class ExchangeCall:
         factors = None if self.local.cfg.weight_on_input else weights
         return self.local.combine(o, token_rows, factors, torch.bfloat16)
 
-    def _sum(self, returned: Tensor, places: Tensor, batch: Batch) -> Tensor:
+    def _sum(self, trip: Trip) -> Tensor:
+        batch = trip.batch
         plain = self.mode.pre_reduce or self.local.cfg.weight_on_input
         factors = None if plain else batch.weights
-        return self.local.combine(returned, places, factors, output_dtype(batch.x), batch.shared)
+        dtype, returned = output_dtype(batch.x), trip.scratch[3]
+        y = self.local.combine(returned, trip.places, factors, dtype, batch.shared)
+        return y if trip.lost is None else y.masked_fill_(trip.lost.unsqueeze(1), torch.nan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -42,6 +42,11 @@ class TokenRows:
     gx: Tensor | None = None
     tables: DecodeTables | None = None
 
+    def part(self, first: int, end: int) -> TokenRows:
+        scale = None if self.scale is None else self.scale[first:end]
+        gx = None if self.gx is None else self.gx[first:end]
+        return TokenRows(self.data[first:end], scale, gx, self.tables)
+
     def decode(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Exact values code * scale (T, H), and gx (T,); ones for bf16."""
         if self.scale is None or self.gx is None:

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -53,10 +53,19 @@ class Exchange:
     capacity    None: sizes follow the routing, and every call waits for the device once. A
                 `Capacity`: sizes are fixed and nothing waits (CUDA graphs); tokens that find no
                 place come out as NaN and are counted (see `ExpertParallel.check`)
+    split       parts of a batch, in the order of its tokens: one travels while another is computed.
+                The same bits. Experts read their weights once for each part; a capacity is shared
+                out to the parts, rounded up
     """
 
     pre_reduce: bool = False
     capacity: Capacity | None = None
+    split: int = 1
+
+    def problem(self) -> str | None:
+        if self.split < 1:
+            return f"split must be positive, got {self.split}"
+        return None if self.capacity is None else self.capacity.problem()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +141,7 @@ class ExpertParallel:
     Bytes between ranks, of one call and one rank, n_d = tokens with a slot on rank d, s_d = slots
     there (sums over the *other* ranks d; K slots a token, hidden H, ranks W; r16 rounds up to 16):
 
-        header    24 * (W - 1)                                    (not with a capacity)
+        header    (16 * split + 8) * (W - 1)                      (not with a capacity)
         dispatch  r16(9 H / 16 + 4 + 4 K) * sum n_d               nvfp4; bf16: r16(2 H + 4 K)
         return    2 H * sum s_d                                   what comes back
 
@@ -175,7 +184,7 @@ class ExpertParallel:
         # int32 (E_local + 1,): expert_offsets of the rows that this rank computed in the latest
         # exchange
         self.received: Tensor | None = None
-        self._layers = self._calls = 0
+        self._layers = self._calls = self._received_in = 0
         self._phase, self._inside = "construction", False
         # tokens lost for want of capacity, and the largest numbers of tokens and slots of any pair
         self._overflow: Tensor | None = None
@@ -308,6 +317,13 @@ class ExpertParallel:
                 f"needed up to {tokens} tokens and {rows} rows; their results are NaN"
             )
 
+    def count_received(self, expert_offsets: Tensor) -> None:
+        """int32 (E_local + 1,) of one part of this call: those of several parts add up."""
+        if self.received is None or self._received_in != self._calls:
+            self.received, self._received_in = expert_offsets, self._calls
+        else:
+            self.received = self.received + expert_offsets
+
     def count_lost(self, lost: Tensor, needed: Tensor) -> None:
         """lost bool (T,), needed int64 (2,) of one call, on their device; nothing waits."""
         if self._overflow is None or self._overflow.device != lost.device:
@@ -355,54 +371,59 @@ class ExpertParallel:
         return [table["nonce"] for table in tables]
 
     def exchange_counts(self, counts: Tensor, layer: int) -> tuple[list[list[int]], ...]:
-        """counts int32 (W, 2), tokens and slots for each rank -> host lists [[tokens, slots], ...]
-        of what goes to, and of what comes from, each rank. Waits for the device.
+        """counts int32 (W, 2 * parts), tokens and slots for each rank -> host lists
+        [[tokens, slots, tokens, ...], ...] of what goes to, and of what comes from, each rank.
+        Waits for the device.
 
         Raises RuntimeError when another rank is in a call of another layer.
         """
         with self.phase("counts"):
-            table = counts.new_full((2, self.size, 3), layer, dtype=torch.int64)
+            width = counts.shape[1]
+            table = counts.new_full((2, self.size, width + 1), layer, dtype=torch.int64)
             mine, theirs = table.unbind()
-            mine[:, :2] = counts
-            self._all_to_all(theirs, mine, None, None, on_host=True)
+            mine[:, :width] = counts
+            self._wait(self._all_to_all(theirs, mine), on_host=True)
             there, here = table.tolist()
-        wrong = [f"rank {r} in layer {row[2]}" for r, row in enumerate(here) if row[2] != layer]
+        wrong = [f"rank {r} in layer {row[-1]}" for r, row in enumerate(here) if row[-1] != layer]
         if wrong:
             raise RuntimeError(
                 f"ranks call different layers: this one is in layer {layer} (by order of "
                 f"construction), {', '.join(wrong)}"
             )
-        return [row[:2] for row in there], [row[:2] for row in here]
+        return [row[:-1] for row in there], [row[:-1] for row in here]
 
-    def all_to_all(
+    def start(
         self,
         phase: str,
         out: Tensor,
         rows: Tensor,
         out_rows: list[int] | None = None,
         in_rows: list[int] | None = None,
-    ) -> Tensor:
-        """Rows for each rank, one rank after the other; ``out`` takes what comes. Without lists
-        every rank gets as many.
+    ) -> Callable[[], None]:
+        """Send rows for each rank, one rank after the other; ``out`` takes what comes. Without
+        lists every rank gets as many. Returns what waits for it: with NCCL the stream.
         """
         with self.phase(phase):
-            return self._all_to_all(out, rows, out_rows, in_rows)
+            work = self._all_to_all(out, rows, out_rows, in_rows)
+
+        def finish() -> None:
+            with self.phase(phase):
+                self._wait(work)
+
+        return finish
 
     def _all_to_all(
         self,
         out: Tensor,
         rows: Tensor,
-        out_rows: list[int] | None,
-        in_rows: list[int] | None,
-        on_host: bool = False,
-    ) -> Tensor:
+        out_rows: list[int] | None = None,
+        in_rows: list[int] | None = None,
+    ) -> Any:
         count = rows.shape[0]
         kept = count // self.size if in_rows is None else in_rows[self.rank]
         row_bytes = rows.nbytes // count if count else 0
         self.bytes_sent[self._phase] += (count - kept) * row_bytes
-        work = dist.all_to_all_single(out, rows, out_rows, in_rows, group=self.group, async_op=True)
-        self._wait(work, on_host)
-        return out
+        return dist.all_to_all_single(out, rows, out_rows, in_rows, group=self.group, async_op=True)
 
     def max_over_ranks(self, value: Tensor) -> Tensor:
         """Maximum of fp32 () over the ranks; NaN wins, whatever the reduction of the backend."""
@@ -516,8 +537,7 @@ def _problem(
         return f"max_tokens must not be negative, got {max_tokens}"
     if timeout is not None and timeout <= 0:
         return f"timeout must be positive, got {timeout}"
-    capacity = mode.capacity if isinstance(mode, Exchange) else None
-    return None if capacity is None else capacity.problem()
+    return mode.problem() if isinstance(mode, Exchange) else None
 
 
 def _refuse_differences(tables: list[dict[str, Any]]) -> None:

@@ -15,12 +15,13 @@ of tokens a rank and every skew, over calls with other tokens each:
     one GPU            the tokens of all ranks on one GPU alone that holds every expert
 
 Medians over the calls. On GPUs ranks start together (a collective, then a delay in which the hosts
-catch up), and calls that wait for nothing ("places", "replicated") are replayed from a CUDA graph
-with its events inside; the other modes ("counts", "summed") cannot be captured, so that their
-times contain those of their host. On CPUs all is wall clock. In "replicated" each rank
-has the tokens of all. "skew" is the busiest rank's share of the slots over the average share; a
-skew that so many ranks cannot have is left out. "bytes" is what all ranks really sent to others,
-dispatch and return; the program fails if the formulas of `ExpertParallel` say otherwise.
+catch up), and modes that wait for nothing are replayed from a CUDA graph with its events inside:
+"places", "parts" (the same, and one half travels while the other is computed) and "replicated",
+where each rank has the tokens of all. The others ("counts", "summed") cannot be captured: their
+times contain those of their host. On CPUs all is wall clock. "skew" is the busiest rank's share of
+the slots over the average share; a skew that so many ranks cannot have is left out. "bytes" is what
+all ranks really sent to others, dispatch and return; the program fails if the formulas of
+`ExpertParallel` say otherwise.
 
 One machine's CPUs tell nothing about a fabric: figures of gloo are there to show that the program
 works.
@@ -65,8 +66,8 @@ GROUPS = {  # phase of `moe.dispatch` -> column
 PHASES = ("dispatch", "experts", "combine")
 COLUMNS = ("dispatch", "experts", "combine", "wait", "layer", "host", "alone")
 HEADINGS = {"alone": "one GPU"}  # of columns that are not called as they are
-MODES = ("counts", "places", "summed", "replicated")
-CAPTURED = ("places", "replicated")  # nothing in them waits for the device
+MODES = ("counts", "places", "parts", "summed", "replicated")
+CAPTURED = ("places", "parts", "replicated")  # nothing in them waits for the device
 DELAY = 500_000  # cycles of a GPU between the start that ranks agree on and the call
 WARMUPS = 2  # calls that compile, allocate and connect
 TIMEOUT = 300.0  # s that a rank waits for others: first calls compile kernels
@@ -84,10 +85,11 @@ class Setting:
         """Places for twice the tokens and rows that this skew needs on average."""
         if self.mode == "replicated":
             return Replicated(reduce=True)
-        if self.mode != "places":
+        if self.mode not in ("places", "parts"):
             return Exchange(pre_reduce=self.mode == "summed")
         rows = max(int(2 * self.skew * self.tokens * cfg.top_k / ranks), cfg.top_k)
-        return Exchange(capacity=Capacity(self.tokens, min(rows, self.tokens * cfg.top_k)))
+        capacity = Capacity(self.tokens, min(rows, self.tokens * cfg.top_k))
+        return Exchange(capacity=capacity, split=2 if self.mode == "parts" else 1)
 
 
 class Clock:
@@ -122,9 +124,9 @@ class Clock:
 
 
 class TimedParallel(ExpertParallel):
-    """Marks every phase of a call between `start` and `times`."""
+    """Marks every phase of a call between `begin` and `times`."""
 
-    def start(self, clock: Clock) -> None:
+    def begin(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: list[tuple[str, Any, Any]] = []
 
@@ -194,7 +196,7 @@ class Runner:
 
     def _call(self) -> None:
         if isinstance(self.layer.parallel, TimedParallel):
-            self.layer.parallel.start(self.clock)
+            self.layer.parallel.begin(self.clock)
         self._begin = self.clock.mark()
         self.layer.experts(*self.given)
         self._end = self.clock.mark()
@@ -262,8 +264,10 @@ def formula(
         return None
     row = Wire(cfg.hidden, cfg.top_k, True, mode.pre_reduce).row_bytes
     if mode.capacity is not None:
-        pairs = parallel.size * (parallel.size - 1)
-        return pairs * (mode.capacity.tokens * row + (mode.capacity.rows or 0) * 2 * cfg.hidden)
+        pairs = parallel.size * (parallel.size - 1) * mode.split
+        tokens = -(-mode.capacity.tokens // mode.split)
+        rows = min(-(-(mode.capacity.rows or 0) // mode.split), tokens * cfg.top_k)
+        return pairs * (tokens * row + rows * 2 * cfg.hidden)
     total = 24 * parallel.size * (parallel.size - 1)
     for rank, mine in enumerate(ids):
         for other, (first, end) in enumerate(parallel.ranges):

@@ -84,7 +84,18 @@ def calls(size: int = 2) -> list[Call]:
     some = [Case(mode="per_tensor"), Case(weight_on_input=True), Case(activations="bf16")]
     roomy += [Call(f"case {c}, places", c, ROOMY) for c in some]
     tight = Exchange(capacity=Capacity(tokens=16, rows=24))
-    return [*every, *both, *roomy, Call("rows limited but enough", mode=tight)]
+    two, four = Exchange(split=2), Exchange(split=4)
+    parts = [
+        Call("two parts", mode=two),
+        Call("two parts per tensor", Case(mode="per_tensor"), two),
+        Call("two parts w4a16", Case(activations="bf16"), two),
+        Call("two parts quantised", mode=two, form="quantised"),
+        Call("two parts routed", mode=two, form="routed"),
+        Call("more parts than tokens", mode=four, counts=(3, 0, 17)),
+        Call("three parts, places", mode=Exchange(capacity=Capacity(tokens=16), split=3)),
+        Call("two parts, enough rows", mode=Exchange(capacity=Capacity(16, 48), split=2)),
+    ]
+    return [*every, *both, *roomy, *parts, Call("rows limited but enough", mode=tight)]
 
 
 def build(call: Call) -> tuple[MoEConfig, ExpertWeights]:
@@ -255,14 +266,18 @@ def expected_bytes(call: Call, size: int) -> list[dict[str, int]]:
                 slots[r][d] += 1
     capacity = call.mode.capacity
     if capacity is not None:
-        rows = capacity.tokens * k if capacity.rows is None else capacity.rows
-        back = capacity.tokens if call.mode.pre_reduce else rows
-        one = {"dispatch": (size - 1) * capacity.tokens * row}
-        return [one | {"return": (size - 1) * back * 2 * ref.H}] * size
+        pairs = call.mode.split * (size - 1)
+        places = math.ceil(capacity.tokens / call.mode.split)
+        rows = places * k
+        if capacity.rows is not None:
+            rows = min(rows, math.ceil(capacity.rows / call.mode.split))
+        back = places if call.mode.pre_reduce else rows
+        one = {"dispatch": pairs * places * row}
+        return [one | {"return": pairs * back * 2 * ref.H}] * size
     back_rows = tokens if call.mode.pre_reduce else slots
     return [
         {
-            "counts": 24 * (size - 1),
+            "counts": (16 * call.mode.split + 8) * (size - 1),
             "dispatch": row * (sum(tokens[r]) - tokens[r][r]),
             "return": 2 * ref.H * sum(back_rows[s][r] for s in range(size) if s != r),
         }

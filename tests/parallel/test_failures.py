@@ -229,6 +229,7 @@ def arguments(rank: int, size: int) -> dict[str, str]:
         "timeout": {"timeout": 30.0},
         "num_experts must be positive": {"num_experts": 0},
         "capacity must be positive": {"mode": Exchange(capacity=Capacity(0))},
+        "split must be positive": {"mode": Exchange(split=0)},
         "mode must be": {"mode": "exchange"},
         "timeout must be positive": {"timeout": -1.0},
     }

@@ -26,7 +26,12 @@ CASES = {
     "on input": Case(weight_on_input=True),
     "biases": Case(biases=True, static_h=True, dtype=torch.float32),
 }
-SUMMING = {"counts": Exchange(pre_reduce=True), "places": Exchange(True, Capacity(16))}
+SUMMING = {
+    "counts": Exchange(pre_reduce=True),
+    "places": Exchange(True, Capacity(16)),
+    "two parts": Exchange(True, split=2),
+    "places of two parts": Exchange(True, Capacity(16), 2),
+}
 
 
 def summing_calls() -> list[Call]:
@@ -55,6 +60,7 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     for call in tight_calls():
         out[f"tight {call.name}"] = overflowing(call)
     out["replicated"] = {n: replicated(case) for n, case in CASES.items()}
+    out["received"] = [received(Exchange(split=n)) for n in (1, 3)]
     out["calibrate"] = [calibrated(mode) for mode in (Exchange(), Replicated())]
     return out
 
@@ -74,6 +80,18 @@ def overflowing(call: Call) -> dict[str, Any]:
     again = jobs.run_layer(layer, call, part)  # the layer goes on
     assert torch.equal(torch.isnan(again), torch.isnan(y))
     return {"y": y, "error": error}
+
+
+def received(mode: Exchange) -> list[int]:
+    """expert_offsets of all rows that this rank computed in the latest of two calls."""
+    call = Call("received", mode=mode, counts=COUNTS)
+    parallel = ExpertParallel(None, call.experts, mode=mode)
+    cfg, weights = jobs.build(call)
+    layer = jobs.make_layer(call, parallel.local(weights), cfg, parallel=parallel)
+    for _ in range(2):
+        jobs.run_layer(layer, call, jobs.given(call, parallel.rank, parallel.size))
+    assert parallel.received is not None
+    return parallel.received.tolist()
 
 
 def shared_rows(x: Tensor) -> Tensor:
@@ -200,6 +218,15 @@ def test_a_token_without_a_place_is_nan_and_reported(call: Call, three: list) ->
             assert got["error"] is None
     assert any(three[r][f"tight {call.name}"]["error"] for r in range(3))
     assert three[1][f"tight {call.name}"]["error"] is None  # it has no token
+
+
+@pytest.mark.parametrize("parts", [0, 1], ids=["one part", "three parts"])
+def test_rows_that_came_are_counted_in_all_parts(parts: int, three: list) -> None:
+    call = Call("received", counts=COUNTS)
+    ids = torch.cat([jobs.given(call, r, 3).ids for r in range(3)])
+    for rank in range(3):
+        counts = [int((ids == e).sum()) for e in (2 * rank, 2 * rank + 1)]
+        assert three[rank]["received"][parts] == [0, counts[0], sum(counts)]
 
 
 # ---- replicated ----------------------------------------------------------------------------------

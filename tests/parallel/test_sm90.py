@@ -29,7 +29,8 @@ def sm90_calls() -> list[Call]:
     calls = [Call(n, c, counts=(7, 0, 11), backend="sm90") for n, c in CASES.items()]
     calls += [dataclasses.replace(calls[0], name="quantised", form="quantised")]
     calls += [dataclasses.replace(calls[0], name="routed", form="routed")]
-    return calls + [dataclasses.replace(calls[0], name="places", mode=PLACES)]
+    modes = {"places": PLACES, "two parts": Exchange(split=2)}
+    return calls + [dataclasses.replace(calls[0], name=n, mode=m) for n, m in modes.items()]
 
 
 def run_all(rank: int, size: int) -> dict[str, Any]:
