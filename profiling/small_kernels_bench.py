@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels import compile as compiler
-from cute_kernels import nvfp4, ops
+from cute_kernels import nvfp4, ops, router_ops
 from cute_kernels.activations import SwiGLU
 from cute_kernels.gemm_ops import HiddenScales
 from cute_kernels.launch import arch_of
+from cute_kernels.torch_router import Selection
 
 ROTATE_BYTES = 400 << 20
 INTER = 2048  # I of DeepSeek-V3 and V4-Flash
@@ -162,7 +163,44 @@ def bench(shape: Shape, rate: float, only: str = "") -> list[dict[str, Any]]:
         t * h // 2 + t * k * h // 2 + t * groups + scales + t * k * 12,
     )
     rows += bench_hidden(shape, rate) if only in "quantize_hidden" else []
+    rows += bench_router(shape, rate, only)
     return rows
+
+
+def bench_router(shape: Shape, rate: float, only: str) -> list[dict[str, Any]]:
+    """x and the digits of a router's weight -> logits -> ids and weights; ``router`` is both, as
+    the layer runs them."""
+    t, h, e, k = shape.tokens, shape.hidden, shape.experts, shape.top_k
+    sets = len(shape.x)
+    weights = [
+        router_ops.pack_weights(torch.randn(e, h, device="cuda")) for _ in range(min(sets, 8))
+    ]
+    inputs = list(zip(shape.x, weights * 2))
+    logits = [router_ops.router_logits(x, w) for x, w in inputs]
+    how, bias = Selection(k, "sqrtsoftplus", factor=1.5), torch.randn(e, device="cuda")
+
+    def both(x: Tensor, w: router_ops.RouterWeights) -> object:
+        return router_ops.router_topk(router_ops.router_logits(x, w), how, bias)
+
+    first, last = t * h * 2 + e * h * 3, t * k * 8
+    calls: list[tuple[str, list[Op], float]] = [
+        (
+            "router_logits",
+            [lambda x=x, w=w: router_ops.router_logits(x, w) for x, w in inputs],
+            first + t * e * 4,
+        ),
+        (
+            "router_topk",
+            [lambda s=s: router_ops.router_topk(s, how, bias) for s in logits],
+            t * e * 4 + last,
+        ),
+        ("router", [lambda x=x, w=w: both(x, w) for x, w in inputs], first + last),
+    ]
+    return [
+        {**shape.row(name, time_us(ops_), size, rate), "host_us": host_us(ops_[0])}
+        for name, ops_, size in calls
+        if only in name
+    ]
 
 
 def bench_hidden(shape: Shape, rate: float) -> list[dict[str, Any]]:
