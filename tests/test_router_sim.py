@@ -32,16 +32,15 @@ def check_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, **option
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "experts"), [(1, 64, 8), (3, 72, 10), (16, 1288, 33), (5, 7168, 16)]
-)
+@pytest.mark.parametrize(("tokens", "hidden", "experts"), [(1, 64, 8), (3, 72, 10), (16, 648, 33)])
 def test_few(tokens: int, hidden: int, experts: int, dtype: torch.dtype) -> None:
     bias = torch.randn(experts) if experts % 2 else None
     check_logits(hostile(tokens, hidden, dtype), router_weight(experts, hidden), bias)
 
 
-def test_few_of_the_largest_hidden() -> None:
-    check_logits(hostile(2, 2**14, torch.bfloat16), router_weight(9, 2**14))
+@pytest.mark.parametrize("hidden", [7168, 2**14])
+def test_few_of_a_large_hidden(hidden: int) -> None:
+    check_logits(hostile(5, hidden, torch.bfloat16), router_weight(9, hidden))
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
@@ -59,7 +58,7 @@ def test_few_in_any_order(schedule: str, seed: int) -> None:
     [
         (17, 64, 8, torch.bfloat16),
         (70, 200, 30, torch.float32),
-        (65, 1096, 70, torch.float16),
+        (65, 584, 70, torch.float16),
     ],
 )
 def test_tiles(
