@@ -236,6 +236,8 @@ class MoE(nn.Module):
                 kernels_sm90.repack(self._buffers, found, self.cfg)
         else:
             super()._load_from_state_dict(state_dict, prefix, *args)
+        if self._router is not None:
+            self._router.refresh(self.router_weight)
 
     def forward(self, x: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """x (T, H) or (B, S, H) bf16/fp16/fp32 -> the same shape and dtype.

@@ -6,6 +6,8 @@ same bits alone and among others. Kernels with these bits: `cute_kernels.router_
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -105,10 +107,12 @@ class RouterKernels:
     ``routed_scaling_factor``.
 
     The digits of the router's weight follow it: made at the first call, and anew, in the same
-    memory, when the weight is another tensor or was written to.
+    memory, when the weight is another tensor or was written to. Code of torch.compile does not
+    look: it follows what `load_state_dict` writes alone.
     """
 
-    def __init__(self, cfg: MoEConfig) -> None:
+    def __init__(self, cfg: MoEConfig, simulated: bool = False) -> None:
+        self.simulated = simulated  # CPU tensors run the kernels in the simulator
         self.cfg, self.how = cfg, selection(cfg, cfg.routed_scaling_factor)
         self._source: Tensor | None = None  # kept: its address cannot become another weight's
         self._version = 0
@@ -119,7 +123,12 @@ class RouterKernels:
         """None for a backend, or sizes, without these kernels."""
         fits = cfg.hidden % 8 == 0 and cfg.hidden <= router_ops.MAX_HIDDEN
         fits = fits and not router_ops.unsupported(cfg.num_experts, selection(cfg))
-        return cls(cfg) if backend in KERNEL_BACKENDS and fits else None
+        return cls(cfg, backend == "sim") if backend in KERNEL_BACKENDS and fits else None
+
+    def refresh(self, weight: Tensor | None) -> None:
+        """The weight was written to: so are its digits, if there are any."""
+        if self._weights is not None and weight is not None:
+            self.weights(weight)
 
     def weights(self, weight: Tensor) -> RouterWeights:
         """``weight`` (E, H) as the kernels read it."""
@@ -150,7 +159,7 @@ class RouterKernels:
             input_ids = check_input_ids(input_ids, x.shape[0])
             if input_ids.dtype not in router_ops.INTEGERS:
                 input_ids = input_ids.long()
-        with kernels_on(x.device):
+        with kernels_on(x.device) if self.simulated else contextlib.nullcontext():
             linear = None if bias is None else bias.float()
             logits = router_ops.router_logits(x, self.weights(weight), linear)
             chooses = None if selection_bias is None else selection_bias.float()

@@ -14,9 +14,8 @@ from torch import Tensor
 import moe.experts
 import moe.plan
 import moe.reference
-import moe.router
 import moe.weights
-from cute_kernels import nvfp4
+from cute_kernels import nvfp4, torch_router
 from cute_kernels.activations import SwiGLU, silu
 from moe import ExpertWeights
 from moe.weights import ExpertWeightsBuilder
@@ -158,7 +157,7 @@ def unstable_ties(patch: Patch) -> None:
         last = values.shape[-1] - 1
         return last - values.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
-    patch.setattr(moe.router, "_stable_top", top)
+    patch.setattr(torch_router, "stable_top", top)
 
 
 def a_vector_loop_with_another_remainder(patch: Patch) -> None:
@@ -170,7 +169,7 @@ def a_vector_loop_with_another_remainder(patch: Patch) -> None:
         out[full:] = torch.nextafter(out[full:], torch.ones(()))
         return out.reshape(logits.shape)
 
-    patch.setattr(moe.router, "scores", scores)
+    patch.setattr(torch_router, "scores", scores)
 
 
 def logits_summed_in_the_order_of_a_batch(patch: Patch) -> None:
