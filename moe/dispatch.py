@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.nvfp4 import Nvfp4Tensor
+from cute_kernels.nvfp4 import DecodeTables, Nvfp4Tensor, decode_tables
 from moe import exchange
-from moe.exchange import Sizes, Wire, exchange_buffers
+from moe.exchange import Homes, Places, Sizes, Wire, exchange_buffers
 from moe.local import LocalExperts, TokenRows
 from moe.parallel import Capacity, Exchange, ExpertParallel
 from moe.ranges import stage
@@ -46,7 +46,18 @@ def join(parallel: ExpertParallel, local: LocalExperts) -> int:
         "h_scale": ("dynamic" if w.gh is None else "static") if some else None,
         "biases": w.b2 is not None if some else None,
     }
-    return parallel.attach(fields, w.device)
+    number = parallel.attach(fields, w.device)
+    if isinstance(parallel.mode, Exchange):  # host data: a CUDA graph could not bring them
+        _homes(parallel, w.device)
+    return number
+
+
+def _homes(parallel: ExpertParallel, device: torch.device) -> Homes:
+    return parallel.keep((Homes, device), lambda: Homes.of(parallel.ranges, device))
+
+
+def _tables(parallel: ExpertParallel, device: torch.device) -> DecodeTables:
+    return parallel.keep((DecodeTables, device), lambda: decode_tables(device, torch.bfloat16))
 
 
 class Batch(NamedTuple):
@@ -142,7 +153,7 @@ class ExchangeCall:
         all ranks come here, with all their slots."""
         ranks, top_k = self.parallel.size, self.local.cfg.top_k
         if self.mode.capacity is not None:
-            places, rows = self._places(self.mode.capacity)
+            places, rows = self._room(self.mode.capacity)
             tokens, rows = ranks * places, ranks * rows
             return Sizes(tokens, tokens, rows, tokens if self.mode.pre_reduce else rows)
         most = -(-max_tokens // self.mode.split)
@@ -172,13 +183,18 @@ class ExchangeCall:
         each = len(flat) // len(parts)
         return [flat[i : i + each] for i in range(0, len(flat), each)]
 
-    def _places(self, capacity: Capacity) -> tuple[int, int]:
+    def _room(self, capacity: Capacity) -> tuple[int, int]:
         """Tokens and rows of one part for each pair of ranks."""
         tokens = -(-capacity.tokens // self.mode.split)
         most = tokens * self.local.cfg.top_k
         if capacity.rows is None:
             return tokens, most
         return tokens, min(-(-capacity.rows // self.mode.split), most)
+
+    def _places(self, device: torch.device) -> Places:
+        assert self.mode.capacity is not None
+        size = (*self._room(self.mode.capacity), self.parallel.size, device)
+        return self.parallel.keep((Places, *size), lambda: Places.of(*size))
 
     def _by_counts(self, parts: list[tuple[Batch, TokenRows]]) -> Iterator[Trip]:
         """Sizes follow the routing: one exchange of counts, for which the host waits."""
@@ -187,7 +203,7 @@ class ExchangeCall:
         leaves, packed = [], []
         for batch, tokens in parts:
             with parallel.phase("counts"):
-                owner = exchange.owners(batch.ids, parallel.homes(device))
+                owner = exchange.owners(batch.ids, _homes(parallel, device))
                 leaves.append(exchange.depart(owner, self.local.sort))
             with parallel.phase("dispatch"):
                 packed.append(self.wire.pack(tokens, owner.ids, batch.weights))
@@ -226,17 +242,16 @@ class ExchangeCall:
     def _by_places(self, parts: list[tuple[Batch, TokenRows]]) -> Iterator[Trip]:
         """Sizes are fixed, nothing waits for the device."""
         parallel, reduced = self.parallel, self.mode.pre_reduce
-        assert self.mode.capacity is not None
-        (places, rows), sizes = self._places(self.mode.capacity), self.worst(0)
-        device = parts[0][0].ids.device
+        device, sizes = parts[0][0].ids.device, self.worst(0)
+        places = self._places(device)
         with parallel.phase("dispatch"):
             scratch = self._scratch([sizes] * len(parts), device)
         for (batch, tokens), mine in zip(parts, scratch):
             leaving, arriving, _, returned = mine[:4]
             with parallel.phase("dispatch"):
-                owner = exchange.owners(batch.ids, parallel.homes(device))
+                owner = exchange.owners(batch.ids, _homes(parallel, device))
                 going = exchange.depart(owner, self.local.sort)
-                booking = exchange.book(owner, going, places, rows)
+                booking = exchange.book(owner, going, places)
                 ids = owner.ids
                 if booking.lost is not None:
                     parallel.count_lost(booking.lost, going.counts().amax(dim=0))
@@ -253,16 +268,16 @@ class ExchangeCall:
     def _compute(self, trip: Trip) -> Tensor:
         """Tokens as they arrived -> the rows that go back, bf16."""
         arriving, computed = trip.there[0], trip.computed
-        tokens, ids, weights = self.wire.unpack(arriving, self.parallel.tables(arriving.device))
-        mix = ids.new_zeros(ids.shape, dtype=torch.float32) if weights is None else weights
+        tokens, ids, weights = self.wire.unpack(arriving, _tables(self.parallel, arriving.device))
+        # where the owner sums, nobody reads them here
+        mix = torch.empty_like(ids, dtype=torch.float32) if weights is None else weights
         plan = self.local.plan(ids, mix, computed)
         self.parallel.count_received(plan.expert_offsets)
         o = self.local.rows(tokens, plan, trip.scratch[4:])
         if self.mode.pre_reduce:
             return self._partial(o, plan.token_rows, mix)
-        # fixed places lie apart, sender by sender
-        senders = 1 if self.mode.capacity is None else self.parallel.size
-        index = exchange.leaving_rows(plan.token_rows, computed // senders, senders)
+        places = None if self.mode.capacity is None else self._places(arriving.device)
+        index = exchange.leaving_rows(plan.token_rows, computed, places)
         return torch.index_select(o, 0, index, out=trip.scratch[2])
 
     def _partial(self, o: Tensor, token_rows: Tensor, weights: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from cute_kernels.nvfp4 import BLOCK, DecodeTables
 from moe.config import MoEConfig
 from moe.experts import Numerics
 from moe.local import TokenRows
-from moe.parallel import Homes
 from moe.plan import RoutingPlan
 from moe.workspace import Buffer
 
@@ -35,6 +34,7 @@ class Wire:
         gx 4 | ids 4 K | weights 4 K | codes H/2 | block scales H/16 | padding to 16       nvfp4
         ids 4 K | weights 4 K | bf16 2 H | padding to 16                                   bf16
 
+    Padding holds anything.
     Weights travel only where the experts' rank sums (``weighted``); else the owner keeps them.
     """
 
@@ -76,12 +76,8 @@ class Wire:
         for part in parts:
             words[:, first : first + part.shape[1]] = part
             first += part.shape[1]
-        end = 4 * first
         if tokens.scale is not None:
-            end += tokens.scale.shape[1]
-            rows[:, 4 * first : end] = tokens.scale
-        if end < self.row_bytes:
-            rows[:, end:].zero_()
+            rows[:, 4 * first : 4 * first + tokens.scale.shape[1]] = tokens.scale
         return rows
 
     def empty(self, rows: Tensor, which: Tensor) -> None:
@@ -151,6 +147,27 @@ def exchange_buffers(sizes: Sizes, wire: Wire) -> list[Buffer]:
 Sort = Callable[[Tensor, int], RoutingPlan]  # ids int32 (T, N), number of groups -> their rows
 
 
+class Homes(NamedTuple):
+    """Where the E experts live, on one device: entry e + 1 is that of expert e, the first and the
+    last one are those of ids that name no expert.
+
+    rank  int32 (E+2,): rank of the expert, W for none
+    goes  int32 (E+2, W): that rank in the column of the rank, else -1
+    """
+
+    rank: Tensor
+    goes: Tensor
+
+    @classmethod
+    def of(cls, ranges: list[tuple[int, int]], device: torch.device) -> Homes:
+        ranks = len(ranges)
+        inner = [r for r, (first, end) in enumerate(ranges) for _ in range(first, end)]
+        rank = torch.tensor([ranks, *inner, ranks], dtype=torch.int32)
+        column = torch.arange(ranks, dtype=torch.int32)
+        goes = torch.where(rank.unsqueeze(1) == column, column, -1)
+        return cls(rank.to(device), goes.to(device))
+
+
 class Owners(NamedTuple):
     """Where the slots of a batch go.
 
@@ -214,14 +231,33 @@ class Booking(NamedTuple):
     lost: Tensor | None
 
 
-def book(owner: Owners, going: Departure, tokens: int, rows: int) -> Booking:
-    """Places for tokens in order; nothing waits for the device. ``tokens`` = C, ``rows`` = S."""
+class Places(NamedTuple):
+    """Room for C ``tokens`` and S ``rows`` between each pair of ranks, on one device.
+
+    place  int32 (C,): 0, 1, ...
+    ends   int32 (W + 1,): 0, S, 2 S, ..., W S
+    """
+
+    tokens: int
+    rows: int
+    place: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, tokens: int, rows: int, ranks: int, device: torch.device) -> Places:
+        place = torch.arange(tokens, dtype=torch.int32, device=device)
+        ends = torch.arange(ranks + 1, dtype=torch.int32, device=device) * rows
+        return cls(tokens, rows, place, ends)
+
+
+def book(owner: Owners, going: Departure, places: Places) -> Booking:
+    """Places for tokens in order; nothing waits for the device."""
+    tokens, rows = places.tokens, places.rows
     (count, top_k), ranks = owner.rank.shape, owner.goes.shape[1]
     first = going.tokens.expert_offsets.unsqueeze(1)  # (W + 1, 1)
-    place = torch.arange(tokens, dtype=torch.int32, device=first.device)  # (C,)
-    empty = (place >= first.diff(dim=0)).reshape(-1)
+    empty = (places.place >= first.diff(dim=0)).reshape(-1)
     if count:
-        source = (first[:-1] + place).clamp_(max=count * ranks - 1).reshape(-1)
+        source = (first[:-1] + places.place).clamp_(max=count * ranks - 1).reshape(-1)
         token = going.tokens.row_token.index_select(0, source).clamp_(min=0)
     else:
         token = torch.zeros_like(empty, dtype=torch.int32)
@@ -231,43 +267,41 @@ def book(owner: Owners, going: Departure, tokens: int, rows: int) -> Booking:
     if count > tokens or count * top_k > rows:
         at = owner.rank.clamp(max=ranks - 1)
         before = going.slots.expert_offsets.index_select(0, at.reshape(-1)).view(at.shape)
-        fits = token_places(going, tokens).gather(1, at.long()) >= 0
+        fits = token_places(going, places).gather(1, at.long()) >= 0
         fits &= found - before < rows
         lost = (held & ~fits).any(dim=1)
         held &= fits
-    ends = torch.arange(0, (ranks + 1) * rows, rows, dtype=torch.int32, device=first.device)
-    shift = ends - going.slots.expert_offsets  # (W + 1,)
+    shift = places.ends - going.slots.expert_offsets  # (W + 1,)
     moved = shift.index_select(0, owner.rank.reshape(-1)).view(found.shape) + found
     return Booking(token, empty, torch.where(held, moved, -1), lost)
 
 
-def token_places(going: Departure, tokens: int) -> Tensor:
+def token_places(going: Departure, places: Places) -> Tensor:
     """int32 (T, W): place of each token among the W * C that leave, -1 where it has none. Rows that
     ranks have summed come back in these places."""
     found, first = going.tokens.token_rows, going.tokens.expert_offsets[:-1]
     place = found - first
-    base = torch.arange(first.shape[0], dtype=torch.int32, device=first.device) * tokens
-    return torch.where((found >= 0) & (place < tokens), place + base, -1)
+    base = torch.arange(first.shape[0], dtype=torch.int32, device=first.device) * places.tokens
+    return torch.where((found >= 0) & (place < places.tokens), place + base, -1)
 
 
 # ---- the side of the experts
 
 
-def leaving_rows(token_rows: Tensor, rows: int, ranks: int = 1) -> Tensor:
-    """int32 (ranks * rows,): row of o in each place on the way back.
+def leaving_rows(token_rows: Tensor, rows: int, places: Places | None = None) -> Tensor:
+    """int32 (rows,): row of o in each place on the way back, which slots that have a row take in
+    the order (token, slot). A place past the last slot names row 0.
 
-    token_rows  (N, K), the same number of tokens from each of ``ranks`` senders
-    rows        places for each of them, enough: slots that have a row, in the order (token, slot)
-
-    A place past the last slot names row 0.
+    token_rows  (N, K)
+    places      the same number of tokens comes from each rank, and S of the places are for each
     """
-    flat = token_rows.reshape(ranks, -1)
+    flat = token_rows.reshape(1 if places is None else places.ends.shape[0] - 1, -1)
     here = flat >= 0
     place = here.cumsum(dim=1)  # from 1
-    if ranks > 1:
-        place += torch.arange(0, ranks * rows, rows, device=flat.device).unsqueeze(1)
+    if places is not None:
+        place += places.ends[:-1].unsqueeze(1)
     place *= here  # entry 0 takes the slots that are not here
-    out = flat.new_zeros(ranks * rows + 1)
+    out = flat.new_zeros(rows + 1)
     return out.scatter_(0, place.reshape(-1), flat.reshape(-1))[1:]
 
 

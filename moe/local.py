@@ -109,7 +109,10 @@ class LocalExperts:
         assert isinstance(g, str | Tensor)
         with self._kernels_on(x.device):
             # one "expert" that owns every row: its grouped scales are the plain swizzle
-            offsets = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+            last = max(x.shape[0], 1)
+            offsets = torch.arange(0, last + 1, last, device=x.device, dtype=torch.int32)
+            if x.shape[0] == 0:
+                offsets.zero_()
             data, scale, gx = ops.quantize_rows(x, offsets, None, g, weight)
         return TokenRows(data, nvfp4.unswizzle(scale, x.shape[0], x.shape[1] // BLOCK), gx)
 

@@ -9,17 +9,18 @@ import hashlib
 import itertools
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cute_kernels.nvfp4 import DecodeTables, decode_tables
 from moe.failures import WATCHDOG, Notes, RankError, Recorded, Watch, abort, drained
 from moe.weights import ExpertWeights
+
+_T = TypeVar("_T")
 
 _FINGERPRINT_BYTES = 4096  # of one rank at construction
 _VERSION = 1  # of the wire format
@@ -96,27 +97,6 @@ def split_experts(num_experts: int, ranks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-class Homes(NamedTuple):
-    """Where the E experts live, on one device: entry e + 1 is that of expert e, the first and the
-    last one are those of ids that name no expert.
-
-    rank  int32 (E+2,): rank of the expert, W for none
-    goes  int32 (E+2, W): that rank in the column of the rank, else -1
-    """
-
-    rank: Tensor
-    goes: Tensor
-
-    @classmethod
-    def of(cls, ranges: list[tuple[int, int]], device: torch.device) -> Homes:
-        ranks = len(ranges)
-        inner = [r for r, (first, end) in enumerate(ranges) for _ in range(first, end)]
-        rank = torch.tensor([ranks, *inner, ranks], dtype=torch.int32)
-        column = torch.arange(ranks, dtype=torch.int32)
-        goes = torch.where(rank.unsqueeze(1) == column, column, -1)
-        return cls(rank.to(device), goes.to(device))
-
-
 class ExpertParallel:
     """The experts of a layer, split over the ranks of ``group`` in contiguous ranges.
 
@@ -188,8 +168,7 @@ class ExpertParallel:
         self._phase, self._inside = "construction", False
         # tokens lost for want of capacity, and the largest numbers of tokens and slots of any pair
         self._overflow: Tensor | None = None
-        self._homes: Homes | None = None
-        self._tables: DecodeTables | None = None
+        self._kept: dict[Hashable, Any] = {}
         limit = _group_limit(self.group) if timeout is None else timeout
         store = _group_store(self.group)
         turn = Notes(store, "", self.rank, self.size).count("moe/constructions")
@@ -224,17 +203,14 @@ class ExpertParallel:
             )
         return weights.select(*self.expert_range)
 
-    def homes(self, device: torch.device) -> Homes:
-        """Where all experts live, on ``device``: made once."""
-        if self._homes is None or self._homes.rank.device != device:
-            self._homes = Homes.of(self.ranges, device)
-        return self._homes
-
-    def tables(self, device: torch.device) -> DecodeTables:
-        """What received codes decode to in bf16: made once."""
-        if self._tables is None or self._tables.values.device != device:
-            self._tables = decode_tables(device, torch.bfloat16)
-        return self._tables
+    def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What ``make`` gives, of the first call with this key: constants on a device."""
+        if key in self._kept:
+            return self._kept[key]
+        value = make()
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._kept[key] = value  # what a graph makes exists in its replays alone
+        return value
 
     # ---- failures
 
@@ -346,8 +322,6 @@ class ExpertParallel:
             self._compare({**fields, "problem": problem}, "")
         if self._overflow is None or self._overflow.device != device:
             self._overflow = torch.zeros(3, dtype=torch.int64, device=device)
-        self.homes(device)  # host data: a CUDA graph could not make them
-        self.tables(device)
         self._layers += 1
         return self._layers
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import nvfp4
-from moe.exchange import Wire, book, depart, leaving_rows, owners, token_places
+from moe.exchange import Homes, Places, Wire, book, depart, leaving_rows, owners, token_places
 from moe.local import TokenRows
-from moe.parallel import Homes, split_experts
+from moe.parallel import split_experts
 from moe.plan import RoutingPlan, make_plan
 from tests.layers import poison_new_tensors, same_bits
 
@@ -140,7 +140,8 @@ def test_places_are_given_in_order(
     owner = owners(ids, homes_of(ranks, experts))
     going = depart(owner, sort)
     poison_new_tensors(monkeypatch)
-    booking = book(owner, going, tokens, rows)
+    places = Places.of(tokens, rows, ranks, torch.device("cpu"))
+    booking = book(owner, going, places)
     homes = [[rank_of(e, ranks, experts) for e in row] for row in ids.tolist()]
     token = [-1] * (ranks * tokens)
     row_place = [[-1] * top_k for _ in range(13)]
@@ -156,7 +157,7 @@ def test_places_are_given_in_order(
     assert booking.token.masked_fill(booking.empty, -1).tolist() == token
     assert all(0 <= t < 13 for t in booking.token.tolist())
     assert booking.rows.tolist() == row_place
-    assert token_places(going, tokens).tolist() == token_place
+    assert token_places(going, places).tolist() == token_place
     if tokens >= 13 and rows >= 13 * top_k:
         assert booking.lost is None and not any(lost)  # known before any routing is
     else:
@@ -178,7 +179,8 @@ def test_every_slot_comes_back_to_its_token(
     going = [depart(o, sort) for o in owner]
     given = [o.ids for o in owner]
     if capacity is not None:
-        books = [book(o, g, *capacity) for o, g in zip(owner, going)]
+        places = Places.of(*capacity, ranks, torch.device("cpu"))
+        books = [book(o, g, places) for o, g in zip(owner, going)]
         given = [
             i if b.lost is None else i.masked_fill(b.rows < 0, -1) for i, b in zip(given, books)
         ]
@@ -207,7 +209,7 @@ def test_every_slot_comes_back_to_its_token(
                 if row >= 0:
                     o[row] = torch.tensor([float(arrived.data[n, 0]), float(k)])
         if capacity is not None:
-            index = leaving_rows(plan.token_rows, capacity[1], ranks)
+            index = leaving_rows(plan.token_rows, ranks * capacity[1], places)
             parts = o[index].split(capacity[1])
         else:
             counts = [int(g.counts()[d, 1]) for g in going]
@@ -216,8 +218,8 @@ def test_every_slot_comes_back_to_its_token(
             back[r].append(parts[r])
     for r in range(ranks):
         returned = torch.cat(back[r])
-        places = going[r].slots.token_rows if capacity is None else books[r].rows
-        for t, slots in enumerate(places.tolist()):
+        found = going[r].slots.token_rows if capacity is None else books[r].rows
+        for t, slots in enumerate(found.tolist()):
             for k, place in enumerate(slots):
                 valid = 0 <= int(ids[r][t, k]) < experts
                 gone = None if capacity is None else books[r].lost
