@@ -28,6 +28,7 @@ from cute_kernels.launch import (
     check_count,
     check_out,
     check_vector,
+    flat,
     grouped_scales,
     launch,
     multiprocessors,
@@ -390,6 +391,11 @@ def _run(rows: Rows, weights: Weights, offsets: Tensor, epilogue: Any, tensors: 
     launch(kernel, device, *load, *weights, offsets, *tensors, *problem)
 
 
+def _wide(bias: Tensor | None) -> Tensor | None:
+    """Biases as the epilogues read them, 16 bytes at a time."""
+    return None if bias is None else flat(bias)
+
+
 def _store_kernel(*args: Any) -> None:
     from cute_kernels.device.epilogues import StoreRows
 
@@ -397,7 +403,7 @@ def _store_kernel(*args: Any) -> None:
     offsets, alpha, row_scale, bias, out = args[5:]
     if rows.routed:
         epilogue = StoreRows(DSL_TYPES[out.dtype], row_scale is not None, bias is not None)
-        _run(rows, weights, offsets, epilogue, [out, alpha, row_scale, bias])
+        _run(rows, weights, offsets, epilogue, [out, alpha, row_scale, _wide(bias)])
 
 
 def _scatter_kernel(*args: Any) -> None:
@@ -408,7 +414,7 @@ def _scatter_kernel(*args: Any) -> None:
     if rows.routed and y.shape[0]:
         given = (row_scale is not None, bias is not None, weight is not None)
         epilogue = ScatterAdd(DSL_TYPES[y.dtype], *given)
-        _run(rows, weights, offsets, epilogue, [y, alpha, row_scale, bias, token, weight])
+        _run(rows, weights, offsets, epilogue, [y, alpha, row_scale, _wide(bias), token, weight])
 
 
 def _act_kernel(*args: Any) -> None:
@@ -419,7 +425,7 @@ def _act_kernel(*args: Any) -> None:
     if rows.routed:
         activation = activations.from_spec(name, tuple(numbers))
         epilogue = ActivationQuantize(activation, rows.row_token is not None, bias is not None)
-        tensors = [data, scale, alpha, gx, rows.row_token, gh, bias]
+        tensors = [data, scale, alpha, gx, rows.row_token, gh, _wide(bias)]
         _run(rows, weights, offsets, epilogue, tensors)
 
 

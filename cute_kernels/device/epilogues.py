@@ -1,20 +1,23 @@
 """What happens to an accumulator row: epilogue objects of the grouped GEMMs.
 
 An epilogue is a frozen dataclass (its repr is part of the kernel's key). The mainloop hands it a
-piece of an accumulator at a time, which one of two methods takes, by the plan of the mainloop:
+piece of an accumulator row at a time, ``values``: acc[row, col : col + width] in fp32, of which
+one thread owns all.
 
-    store_row(args, row, values, place)     one thread owns acc[row, col : col + width] in fp32
-    store_col(args, col, values, place, rows)
-                                            one thread owns acc[row : row + DECODE_STEP, col]
+    prefill   width columns, a multiple of 16, of the row of the thread
+        row = begin_row(args, place)            once per tile, before the accumulator is ready:
+                                                all that does not depend on the column
+        store_row(args, row, values, place)     the row is real; threads diverge here: no warp
+                                                collectives
+    decode    16 columns; lanes 2i and 2i + 1 hold the halves of the same 32 columns of row i of a
+              step of 16 rows
+        tile = begin_tile(args, place, count)   once per tile of ``count`` rows; ``place`` names
+                                                its first row
+        store_part(args, tile, values, place, part)
+                                                the whole warp is here; ``part`` is a `Part`
 
-``place`` is a `Place`. store_row: the mainloop has checked that ``row`` is a real row; columns at
-and past ``place.n`` exist in ``values`` but not in the output. Threads diverge here: no warp
-collectives. ``row`` is what ``begin_row(args, place)`` returned once per tile, before the
-accumulator was ready: all that does not depend on the column. store_col: the 32 threads of a warp
-own consecutive columns from a multiple of 32 on and are all here; ``rows`` is (step, count), the
-first ``count`` rows of this ``step`` of the tile are real; a column may be at or past ``place.n``.
-``col`` is what ``begin_col(args, place, count)`` returned for the ``count`` rows of the tile. Both
-methods give the same bits.
+``place`` is a `Place`. Columns at and past ``place.n`` exist in ``values`` but not in the output.
+Both plans give the same bits.
 """
 
 from __future__ import annotations
@@ -28,15 +31,8 @@ from cutlass import Float32, Int64, Uint32
 
 from cute_kernels.activations import Activation
 from cute_kernels.compile import Ptr
-from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
-from cute_kernels.device.lanes import (
-    column_bias,
-    row_factor,
-    row_scales,
-    step_scales,
-    transpose,
-)
+from cute_kernels.device.lanes import row_scale_of, row_scales
 from cute_kernels.device.math import DEVICE_MATH
 
 BLOCK = 16
@@ -52,6 +48,14 @@ class Place(NamedTuple):
     sf_row: Any
     col: Any
     n: Any
+
+
+class Part(NamedTuple):
+    """Row of a decode tile that a lane holds, counted from the first of the tile, and whether it is
+    one of the expert."""
+
+    row: Any
+    real: Any
 
 
 def row_alpha(place: Place, alpha, row_scale, row_index, projection: int = 0, parts: int = 1):
@@ -73,14 +77,20 @@ def scaled(values, first: int, count: int, pair) -> list:
     return [v for both in pairs for v in both]
 
 
+def with_bias(values, bias, count: int) -> list:
+    """values[:count] plus the ``count`` biases from address ``bias`` on, 16-byte aligned; the
+    values where it is None."""
+    if bias is None:
+        return values
+    loaded = [w for i in range(0, count, 4) for w in ptx.load_u32x4(bias + 4 * i)]
+    return [ptx.add(v, b.bitcast(Float32)) for v, b in zip(values, loaded)]
+
+
 def row_values(row, values, col, first: int, count: int) -> list:
     """values[first : first + count] times row.alpha, plus the biases from column ``col`` on where
     the row has any."""
     part = scaled(values, first, count, (row.alpha, row.alpha))
-    if row.bias is None:
-        return part
-    bias = row.bias + col * 4
-    return [ptx.add(v, ptx.load_f32(bias + 4 * j)) for j, v in enumerate(part)]
+    return with_bias(part, None if row.bias is None else row.bias + col * 4, count)
 
 
 def expert_bias(bias, place):
@@ -103,19 +113,26 @@ class RowStore(NamedTuple):
     bias: Any
 
 
-class ColumnStore(NamedTuple):
-    """A column of a decode tile: the expert's factor, the scales of the rows, the bias."""
+class TileScale(NamedTuple):
+    """What the rows of a decode tile share: the factors of the expert, the scales of the rows."""
 
-    alpha: Any
+    alphas: Any
     scales: Any
-    bias: Any
 
 
-def begin_column(args, place, count) -> ColumnStore:
-    """``args`` with alpha, row_scale and bias, the last two None where there are none."""
-    alpha = ptx.load_f32(args.alpha.toint() + Int64(place.expert) * 4)
-    bias = None if args.bias is None else column_bias(args.bias, place)
-    return ColumnStore(alpha, row_scales(place, args.row_scale, None, count), bias)
+def begin_scale(args, place, row_index, count, parts: int = 1) -> TileScale:
+    """``args`` with alpha and row_scale, which is None where there is none."""
+    first = args.alpha.toint() + Int64(place.expert) * (parts * 4)
+    alphas = [ptx.load_f32(first + 4 * p) for p in range(parts)]
+    return TileScale(alphas, row_scales(place, args.row_scale, row_index, count))
+
+
+def part_alphas(tile: TileScale, row) -> list:
+    """The factors of row ``row`` of the tile, as `row_alpha` has them. The whole warp is here."""
+    if tile.scales is None:
+        return tile.alphas
+    scale = row_scale_of(tile.scales, row)
+    return [ptx.mul(scale, alpha) for alpha in tile.alphas]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +148,7 @@ class StoreRows:
     dtype: str = "BFloat16"
     row_scaled: bool = False
     biased: bool = False
-    width = 32
+    width = 64
 
     @property
     def name(self) -> str:
@@ -140,51 +157,44 @@ class StoreRows:
 
     @property
     def arguments(self) -> StoreArgs:
-        f32 = Ptr("Float32", 4)
-        return StoreArgs(
-            Ptr(self.dtype), f32, f32 if self.row_scaled else None, f32 if self.biased else None
-        )
+        f32, bias = Ptr("Float32", 4), Ptr("Float32") if self.biased else None
+        return StoreArgs(Ptr(self.dtype), f32, f32 if self.row_scaled else None, bias)
 
     def begin_row(self, args, place):
-        alpha = row_alpha(place, args.alpha, args.row_scale, None)
-        size = _BYTES[self.dtype]
-        out = args.out.toint() + Int64(place.row) * place.n * size
+        return self.row(args, place, row_alpha(place, args.alpha, args.row_scale, None))
+
+    def row(self, args, place, alpha):
+        out = args.out.toint() + Int64(place.row) * place.n * _BYTES[self.dtype]
         return RowStore(alpha, out, expert_bias(args.bias, place))
 
     @cute.jit
     def store_row(self, args, row, values, place):
-        size = _BYTES[self.dtype]
-        per_store = 32 // size
-        base = row.out + place.col * size
-        for i in cutlass.range_constexpr(self.width // per_store):
-            if place.col + i * per_store < place.n:
-                col = place.col + i * per_store
-                part = row_values(row, values, col, i * per_store, per_store)
-                ptx.store_u32x8(base + 32 * i, self.pack(part))
+        width, per_store = cute.size(values), 32 // _BYTES[self.dtype]
+        if place.col + width <= place.n:
+            self.store_all(row, values, place.col)
+        else:  # the last columns of the output: at least 16, not all
+            for i in cutlass.range_constexpr(0, width, per_store):
+                if place.col + i < place.n:
+                    self.store(row, values, place.col, i)
 
-    def begin_col(self, args, place, count):
-        return begin_column(args, place, count)
+    def store_all(self, row, values, col):
+        for i in range(0, cute.size(values), 32 // _BYTES[self.dtype]):
+            self.store(row, values, col, i)
+
+    def store(self, row, values, col, i: int):
+        """The 32 bytes from values[i] on."""
+        size = _BYTES[self.dtype]
+        part = row_values(row, values, col + i, i, 32 // size)
+        ptx.store_u32x8(row.out + col * size + i * size, self.pack(part))
+
+    def begin_tile(self, args, place, count):
+        return begin_scale(args, place, None, count)
 
     @cute.jit
-    def store_col(self, args, col, values, place, rows):
-        step, count = rows
-        size = _BYTES[self.dtype]
-        scales = step_scales(col.scales, step)
-        base = args.out.toint() + (Int64(place.row) * place.n + place.col) * size
-        for j in cutlass.range_constexpr(DECODE_STEP):
-            value = ptx.mul(values[j], row_factor(col.alpha, scales, j))
-            if cutlass.const_expr(self.biased):
-                value = ptx.add(value, col.bias)
-            if j < count and place.col < place.n:
-                self.store_one(base + Int64(j) * place.n * size, value)
-
-    def store_one(self, address, value):
-        if self.dtype == "Float32":
-            ptx.store_f32(address, value)
-        elif self.dtype == "BFloat16":
-            ptx.store_u16(address, ptx.pack_bf16x2(value, value))
-        else:
-            ptx.store_u16(address, ptx.pack_f16x2(value, value))
+    def store_part(self, args, tile, values, place, part):
+        (alpha,) = part_alphas(tile, part.row)
+        if part.real and place.col < place.n:
+            self.store_all(self.row(args, place, alpha), values, place.col)
 
     def pack(self, part):
         """Eight words of one 32-byte store."""
@@ -216,15 +226,12 @@ class RowQuantize(NamedTuple):
     bias: Any
 
 
-class ColumnQuantize(NamedTuple):
-    """A column of a decode tile: factors of gate and up, outer scale g and 1 / (6 g), scales of the
-    rows, biases of this column and of its neighbour in a pair."""
+class TileQuantize(NamedTuple):
+    """What the rows of a decode tile share: their scales, outer scale g and 1 / (6 g)."""
 
-    alphas: Any
+    scale: TileScale
     g: Any
     c: Any
-    scales: Any
-    biases: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,11 +268,9 @@ class ActivationQuantize:
 
     @property
     def arguments(self) -> ActivationArgs:
-        f32 = Ptr("Float32", 4)
+        f32, bias = Ptr("Float32", 4), Ptr("Float32") if self.biased else None
         index = Ptr("Int32", 4) if self.indexed else None
-        return ActivationArgs(
-            Ptr("Uint8"), Ptr("Uint8"), f32, f32, index, f32, f32 if self.biased else None
-        )
+        return ActivationArgs(Ptr("Uint8"), Ptr("Uint8"), f32, f32, index, f32, bias)
 
     def begin_row(self, args, place):
         parts = self.parts
@@ -273,154 +278,101 @@ class ActivationQuantize:
             row_alpha(place, args.alpha, args.row_scale, args.row_index, p, parts)
             for p in range(parts)
         ]
+        return self.row(args, place, alphas, self.outer(args, place))
+
+    def outer(self, args, place):
+        """(g, 1 / (6 g)) of the expert."""
         g = ptx.load_f32(args.out_scale.toint() + Int64(place.expert) * 4)
-        c = Float32(1.0) / ptx.mul(g, Float32(6.0))
-        inter = place.n // parts
+        return g, Float32(1.0) / ptx.mul(g, Float32(6.0))
+
+    def row(self, args, place, alphas, outer):
+        inter = place.n >> (self.parts - 1)  # `//` rounds down, which costs more
         bias = expert_bias(args.bias, place)
-        data = args.data.toint() + Int64(place.row) * (inter // 2)
-        padded = (inter // BLOCK + 3) // 4 * 4
+        data = args.data.toint() + Int64(place.row) * (inter >> 1)
+        padded = ((inter >> 4) + 3) & -4
         scale = args.scale.toint() + scale_offset(place.sf_row, 0, padded)
-        return RowQuantize((alphas[0], alphas[-1]), g, c, data, scale, bias)
+        return RowQuantize((alphas[0], alphas[-1]), *outer, data, scale, bias)
 
     @cute.jit
     def store_row(self, args, row, values, place):
         """Both blocks of h are computed, only those inside are stored: a second block past the
         last column gives scale byte 0, which is what pads K."""
-        shift = self.parts - 1  # shifts: the division of the language rounds down, which costs more
+        shift = self.parts - 1
         inter = place.n >> shift
         col = place.col >> shift  # of h, a multiple of 32
-        byte0, codes0 = self.block(row, values, place, 0)
-        byte1, codes1 = self.block(row, values, place, 1)
+        size = BLOCK * self.parts
+        byte0, codes0 = encode_block(self.hidden(row, values, place, 0, size), row.g, row.c)
+        byte1, codes1 = encode_block(self.hidden(row, values, place, size, size), row.g, row.c)
         data = row.data + (col >> 1)
+        group, groups = col >> 4, inter >> 4  # group is even
+        scale = row.scale + ((group >> 2) * 512 + (group & 3))
         if inter & 31 == 0:
             ptx.store_u32x4(data, [*codes0, *codes1])
         else:  # rows of codes are aligned to 8 bytes only
             ptx.store_u32x2(data, codes0)
             if col + BLOCK < inter:
                 ptx.store_u32x2(data + 8, codes1)
-        group, groups = col >> 4, inter >> 4  # group is even
-        scale = row.scale + ((group >> 2) * 512 + (group & 3))
-        if group + 1 == groups:
-            byte1 = Uint32(0)
+            else:
+                byte1 = Uint32(0)
         ptx.store_u16(scale, byte0 | (byte1 << 8))
         if group + 2 >= groups and group & 3 == 0:
             ptx.store_u16(scale + 2, Uint32(0))
 
-    def block(self, row, values, place, b: int):
-        """(scale byte, codes) of block ``b`` of this step."""
-        size = BLOCK * self.parts
-        pre = scaled(values, b * size, size, row.alphas)
-        if self.biased:
-            # the last block of the step may lie outside: any bias will do there
-            first = cutlass.min(place.col + b * size, place.n - size)
-            bias = row.bias + Int64(first) * 4
-            pre = [ptx.add(v, ptx.load_f32(bias + 4 * i)) for i, v in enumerate(pre)]
-        step = self.parts
-        h = [self.activation(DEVICE_MATH, *pre[i : i + step]) for i in range(0, size, step)]
-        return encode_block(h, row.g, row.c)
+    def hidden(self, row, values, place, first: int, count: int) -> list:
+        """h of values[first : first + count]."""
+        pre = scaled(values, first, count, row.alphas)
+        if row.bias is not None:
+            # the last block of a step may lie outside: any bias will do there
+            col = cutlass.min(place.col + first, place.n - count)
+            pre = with_bias(pre, row.bias + Int64(col) * 4, count)
+        parts = self.parts
+        return [self.activation(DEVICE_MATH, *pre[i : i + parts]) for i in range(0, count, parts)]
 
-    def begin_col(self, args, place, count):
-        parts, first = self.parts, args.alpha.toint() + Int64(place.expert) * self.parts * 4
-        alphas = [ptx.load_f32(first + 4 * p) for p in range(parts)]
-        g = ptx.load_f32(args.out_scale.toint() + Int64(place.expert) * 4)
-        c = Float32(1.0) / ptx.mul(g, Float32(6.0))
-        scales = row_scales(place, args.row_scale, args.row_index, count)
-        biases = None
-        if self.biased:
-            mine = column_bias(args.bias, place)
-            biases = (mine, cute.arch.shuffle_sync_bfly(mine, 1)) if parts == 2 else (mine,)
-        return ColumnQuantize(alphas, g, c, scales, biases)
+    def begin_tile(self, args, place, count):
+        scale = begin_scale(args, place, args.row_index, count, self.parts)
+        return TileQuantize(scale, *self.outer(args, place))
 
     @cute.jit
-    def store_col(self, args, col, values, place, rows):
-        """The warp's 32 columns by 16 rows change hands until a lane holds consecutive values of
-        one row: 8 of h (half a block) when gate and up alternate, else a block."""
-        step, count = rows
-        parts, lane = self.parts, cute.arch.lane_idx()
-        scales = step_scales(col.scales, step)
-        h = (pair_values if parts == 2 else column_values)(self.activation, col, values, scales)
-        h = transpose(h, parts)
-        upper = lane >> 4
+    def store_part(self, args, tile, values, place, part):
+        """A lane has a block of h, or half of one where gate and up alternate: then its neighbour
+        has the other half."""
+        row = self.row(args, place, part_alphas(tile.scale, part.row), (tile.g, tile.c))
+        h = self.hidden(row, values, place, 0, 16)
         amax = largest(h)
-        if cutlass.const_expr(parts == 2):
-            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 16), nan=True)
-        byte, r = block_scale(amax, col.g, col.c)
+        if cutlass.const_expr(self.parts == 2):
+            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1), nan=True)
+        byte, r = block_scale(amax, row.g, row.c)
         codes = scaled(h, 0, len(h), (r, r))
-        # lane 2i + p of gate and up holds row 8p + i, else lane i row i
-        mine = (lane & 1) * 8 + (lane >> 1 & 7) if parts == 2 else lane & 15
-        inter = place.n >> (parts - 1)
-        group = (place.col - lane) >> 5 if parts == 2 else ((place.col - lane) >> 4) + upper
-        if mine < count and group * BLOCK < inter:
-            row = args.data.toint() + Int64(place.row + mine) * (inter >> 1) + group * 8
-            if cutlass.const_expr(parts == 2):
-                ptx.store_u32(row + upper * 4, ptx.encode_e2m1x8(codes))
+        shift = self.parts - 1
+        group, groups = place.col >> (4 + shift), place.n >> (4 + shift)
+        if part.real and place.col < place.n:
+            data = row.data + (place.col >> (1 + shift))
+            if cutlass.const_expr(self.parts == 2):
+                ptx.store_u32(data, ptx.encode_e2m1x8(codes))
             else:
                 words = [ptx.encode_e2m1x8(codes[:8]), ptx.encode_e2m1x8(codes[8:])]
-                ptx.store_u32x2(row, words)
-            if parts == 1 or upper == 0:
-                self.store_scale(args.scale, place.sf_row + mine, group, inter >> 4, byte)
-
-    @cute.jit
-    def store_scale(self, base, sf_row, group, groups, byte):
-        padded = (groups + 3) // 4 * 4
-        at = scale_offset(sf_row, group, padded)
-        ptx.store_u8(base.toint() + at, byte)
-        if group == groups - 1:
-            for i in cutlass.range_constexpr(1, 4):  # bytes that pad K must be 0
-                if group + i < padded:
-                    ptx.store_u8(base.toint() + scale_offset(sf_row, group + i, padded), Uint32(0))
-
-
-def pair_values(activation, col, values, scales) -> list:
-    """Eight values of h of this lane's pair of columns: even lanes take the first eight rows,
-    odd lanes the others, each gets what it lacks from its neighbour."""
-    odd = (cute.arch.lane_idx() & 1) == 1
-    half = DECODE_STEP // 2
-    h = []
-    for j in range(half):
-        first, last = values[j], values[j + half]
-        mine, got = ptx.select(odd, last, first), ptx.select(odd, first, last)
-        got = cute.arch.shuffle_sync_bfly(got, 1)
-        gate, up = ptx.select(odd, got, mine), ptx.select(odd, mine, got)
-        value, lane = scales
-        row = lane + j + (cute.arch.lane_idx() & 1) * half
-        scale = cute.arch.shuffle_sync(value, row)
-        factors = ptx.mul_pair((scale, scale), col.alphas)
-        pre = ptx.mul_pair((gate, up), factors)
-        if col.biases is not None:
-            mine, other = col.biases
-            pre = (
-                ptx.add(pre[0], ptx.select(odd, other, mine)),
-                ptx.add(pre[1], ptx.select(odd, mine, other)),
-            )
-        h.append(activation(DEVICE_MATH, *pre))
-    return h
-
-
-def column_values(activation, col, values, scales) -> list:
-    """h of this lane's column, all rows."""
-    h = []
-    for j in range(DECODE_STEP):
-        v = ptx.mul(values[j], row_factor(col.alphas[0], scales, j))
-        h.append(
-            activation(DEVICE_MATH, ptx.add(v, col.biases[0]) if col.biases is not None else v)
-        )
-    return h
+                ptx.store_u32x2(data, words)
+            if self.parts == 1 or place.col & 16 == 0:
+                scale = row.scale + ((group >> 2) * 512 + (group & 3))
+                ptx.store_u8(scale, byte)
+                if group + 1 == groups:
+                    for i in cutlass.range_constexpr(1, 4):  # bytes that pad K must be 0
+                        if (group & 3) + i < 4:
+                            ptx.store_u8(scale + i, Uint32(0))
 
 
 def scale_offset(row, group, padded_groups):
     """Byte of (row, group) in SWIZZLE_32_4_4, Int64."""
-    tile = Int64(row // 128) * (128 * padded_groups) + (group // 4) * 512
-    inside = (row % 32) * 16 + ((row % 128) // 32) * 4 + group % 4
-    return tile + Int64(inside)
+    tile = Int64(row >> 7) * (padded_groups * 128) + (group >> 2) * 512
+    return tile + Int64((row & 31) * 16 + (row >> 5 & 3) * 4 + (group & 3))
 
 
 def largest(values) -> Any:
-    """max |v| of an even number of values, NaN if one is."""
-    amax = ptx.abs_f32(values[0])
-    for a, b in zip(values[1::2], [*values[2::2], values[0]]):
-        amax = ptx.max_abs3(amax, a, b)
-    return amax
+    """max |v|, NaN if one is; a tree of maxima of three."""
+    while len(values) > 1:
+        triples = [values[i : i + 3] for i in range(0, len(values), 3)]
+        values = [ptx.max_abs3(t[0], t[1], t[-1]) if t[1:] else t[0] for t in triples]
+    return values[0]
 
 
 def encode_block(h, g, c):
@@ -431,9 +383,7 @@ def encode_block(h, g, c):
 
 
 def block_scale(amax, g, c):
-    """(scale byte, factor of the values before they become codes) of a block."""
-    raw = cute.arch.fmax(ptx.mul(amax, c), Float32(2.0**-9), nan=True)
-    byte = ptx.encode_e4m3(cute.arch.fmin(raw, Float32(448.0), nan=True))
-    step = ptx.mul(ptx.decode_ue4m3(byte), g)
-    # a NaN scale byte decodes as finite here; every code of its block is that of NaN
-    return byte, cutlass.select_(byte == 0x7F, Float32(float("nan")), Float32(1.0) / step)
+    """(scale byte, factor of the values before they become codes) of a block. The conversion
+    saturates at 448; a NaN makes the factor NaN and thereby every code of the block that of NaN."""
+    byte = ptx.encode_e4m3(cute.arch.fmax(ptx.mul(amax, c), Float32(2.0**-9), nan=True))
+    return byte, Float32(1.0) / ptx.mul(ptx.decode_e4m3(byte), g)

@@ -1,7 +1,7 @@
-"""Values spread over the lanes of a warp: what the epilogues of decode tiles share.
+"""Values spread over the lanes of a warp: what a decode tile needs before its epilogue.
 
-In a decode tile a thread owns a column of the output and its registers are rows; see
-`cute_kernels.device.epilogues`.
+There the weights are on M: a thread reads a column of the output, and its registers are rows. The
+warp turns that round (`exchange`), so that one thread has neighbours of one row, as in prefill.
 """
 
 from __future__ import annotations
@@ -38,43 +38,32 @@ def row_scales(place: Any, row_scale: Any, row_index: Any, count: Any) -> RowSca
     return RowScales(*loaded)
 
 
-def step_scales(scales: RowScales | None, step: Any) -> Any:
-    """(value of this lane, lane of the first row) of step ``step``; row j of the step is
-    `shuffle_sync(value, lane + j)`."""
-    if scales is None:
-        return None
-    return ptx.select(step < 2, scales.low, scales.high), (step & 1) * DECODE_STEP
+def row_scale_of(scales: RowScales, row: Any) -> Any:
+    """Scale of row ``row`` < 64 of the tile, another one in every lane; ``row`` >= 32 is the same
+    in all of them. The whole warp is here."""
+    return cute.arch.shuffle_sync(ptx.select(row < 32, scales.low, scales.high), row & 31)
 
 
-def row_factor(alpha: Any, scales: Any, j: Any) -> Any:
-    """alpha times the scale of row j of the step, rounded once."""
-    if scales is None:
-        return alpha
-    value, first = scales
-    return ptx.mul(cute.arch.shuffle_sync(value, first + j), alpha)
+# Between two rows of a warp's scratch: a multiple of 16 bytes, and eight lanes that each read 16
+# bytes of the halves of four rows meet all banks once
+PITCH = 36
+SCRATCH = DECODE_STEP * PITCH  # fp32 values of shared memory that a warp needs to exchange
 
 
-@cute.jit
-def column_bias(bias, place):
-    """bias[expert, col], 0 past the last column."""
-    value = Float32(0.0)
-    if place.col < place.n:
-        value = ptx.load_f32(bias.toint() + (Int64(place.expert) * place.n + place.col) * 4)
-    return value
+def exchange(values: Any, scratch: Any) -> Any:
+    """acc[step of 16 rows, 32 columns] of a warp, from one column per lane to 16 columns per lane:
+    lane l gets columns 16 (l % 2) to 16 (l % 2) + 15 of row l / 2.
 
-
-def transpose(values: list, stride: int) -> list:
-    """Exchange registers with lanes: of the len(values) = 2^k lanes whose indices differ in the k
-    bits from ``stride`` on, lane i gets register i of every lane, in the order of the lanes.
-
-    k rounds, each exchanges half of the registers with the lane that differs in one bit."""
+    ``values``: 16 rows of the lane's column; ``scratch``: pointer to `SCRATCH` fp32 of the warp's
+    own, aligned to 16 bytes. The whole warp is here."""
     lane = cute.arch.lane_idx()
-    values, bit = list(values), 1
-    while bit < len(values):
-        upper = (lane & (bit * stride)) != 0
-        for low in (i for i in range(len(values)) if not i & bit):
-            a, b = values[low], values[low | bit]
-            got = cute.arch.shuffle_sync_bfly(ptx.select(upper, a, b), bit * stride)
-            values[low], values[low | bit] = ptx.select(upper, got, a), ptx.select(upper, b, got)
-        bit *= 2
-    return values
+    rows = cute.make_tensor(scratch, cute.make_layout((DECODE_STEP, 32), stride=(PITCH, 1)))
+    cute.arch.sync_warp()  # what the step before wrote has been read
+    for j in range(DECODE_STEP):
+        rows[j, lane] = values[j]
+    cute.arch.sync_warp()
+    halves = cute.make_layout((16, (2, DECODE_STEP)), stride=(1, (16, PITCH)))
+    mine = cute.make_tensor(scratch, halves)[None, lane]
+    got = cute.make_rmem_tensor(16, Float32)
+    cute.autovec_copy(mine, got)
+    return got

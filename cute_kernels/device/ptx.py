@@ -5,11 +5,20 @@ Addresses are Int64 in bytes. Every memory access here is one instruction of the
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 FULL_MASK = 0xFFFFFFFF
+
+
+def _bits(value: Float32) -> Any:
+    """An fp32 operand as its bits: registers have no type, and `inline_ptx` copies an fp32 operand
+    first, since a constant would become an integer in the text. So this is for operands that are no
+    constants, or are ones of the language already."""
+    return value if isinstance(value.value, float) else value.bitcast(Uint32)
 
 
 # ---- memory
@@ -137,7 +146,9 @@ def count_shared(pointer) -> None:
 
 def mul(a: Float32, b: Float32) -> Float32:
     return inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[_bits(a), _bits(b)],
     )
 
 
@@ -169,7 +180,7 @@ def max_abs3(a: Float32, b: Float32, c: Float32) -> Float32:
     return inline_ptx(
         "max.NaN.abs.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],
-        read_only_args=[a, b, c],
+        read_only_args=[_bits(a), _bits(b), _bits(c)],
     )
 
 
@@ -234,7 +245,7 @@ def pack_bf16x2(low: Float32, high: Float32) -> Uint32:
     return inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
         write_only_types=[Uint32],
-        read_only_args=[low, high],
+        read_only_args=[_bits(low), _bits(high)],
     )
 
 
@@ -242,7 +253,7 @@ def pack_f16x2(low: Float32, high: Float32) -> Uint32:
     return inline_ptx(
         "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
         write_only_types=[Uint32],
-        read_only_args=[low, high],
+        read_only_args=[_bits(low), _bits(high)],
     )
 
 
@@ -251,7 +262,7 @@ def encode_e4m3(value: Float32) -> Uint32:
     return inline_ptx(
         "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, {$r0}; cvt.u32.u16 {$w0}, h; }",
         write_only_types=[Uint32],
-        read_only_args=[value],
+        read_only_args=[_bits(value)],
     )
 
 
@@ -259,6 +270,16 @@ def decode_ue4m3(byte: Uint32) -> Float32:
     """Finite UE4M3 byte -> fp32: its bits at the top of an fp32 fraction are the value times
     2^-120."""
     return mul((byte << 20).bitcast(Float32), Float32(2.0**120))
+
+
+def decode_e4m3(byte: Uint32) -> Float32:
+    """E4M3 byte -> fp32 (exact, NaN included)."""
+    return inline_ptx(
+        "{ .reg .b16 h, l; .reg .b32 p; cvt.u16.u32 h, {$r0}; cvt.rn.f16x2.e4m3x2 p, h; "
+        "mov.b32 {l, _}, p; cvt.f32.f16 {$w0}, l; }",
+        write_only_types=[Float32],
+        read_only_args=[byte],
+    )
 
 
 def encode_e2m1x8(values) -> Uint32:
@@ -269,7 +290,7 @@ def encode_e2m1x8(values) -> Uint32:
     return inline_ptx(
         "{ .reg .b8 b0, b1, b2, b3; " + pairs + "mov.b32 {$w0}, {b0, b1, b2, b3}; }",
         write_only_types=[Uint32],
-        read_only_args=list(values),
+        read_only_args=[_bits(v) for v in values],
     )
 
 

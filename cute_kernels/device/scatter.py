@@ -16,10 +16,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
 from cute_kernels.compile import Ptr
-from cute_kernels.config import DECODE_STEP
 from cute_kernels.device import ptx
-from cute_kernels.device.epilogues import begin_column, expert_bias, row_alpha, row_values
-from cute_kernels.device.lanes import row_factor, step_scales
+from cute_kernels.device.epilogues import (
+    begin_scale,
+    expert_bias,
+    part_alphas,
+    row_alpha,
+    row_values,
+)
 
 
 class ScatterArgs(NamedTuple):
@@ -71,13 +75,15 @@ class ScatterAdd:
             Ptr(self.dtype),
             f32,
             f32 if self.row_scaled else None,
-            f32 if self.biased else None,
+            Ptr("Float32") if self.biased else None,
             Ptr("Int32", 4),
             f32 if self.weighted else None,
         )
 
     def begin_row(self, args, place):
-        alpha = row_alpha(place, args.alpha, args.row_scale, None)
+        return self.row(args, place, row_alpha(place, args.alpha, args.row_scale, None))
+
+    def row(self, args, place, alpha):
         token = ptx.load_i32(args.row_token.toint() + Int64(place.row) * 4)
         weight = None
         if self.weighted:
@@ -91,40 +97,19 @@ class ScatterAdd:
         size = 4 if self.dtype == "Float32" else 2
         per_store = 16 // size
         base = row.y + place.col * size
-        for i in cutlass.range_constexpr(self.width // per_store):
-            if place.col + i * per_store < place.n:
-                col = place.col + i * per_store
-                part = row_values(row, values, col, i * per_store, per_store)
-                self.add(base + 16 * i, self.addends(part, row.weight))
+        for i in cutlass.range_constexpr(0, cute.size(values), per_store):
+            if place.col + i < place.n:
+                part = row_values(row, values, place.col + i, i, per_store)
+                self.add(base + i * size, self.addends(part, row.weight))
 
-    def begin_col(self, args, place, count):
-        return begin_column(args, place, count)
+    def begin_tile(self, args, place, count):
+        return begin_scale(args, place, None, count)
 
     @cute.jit
-    def store_col(self, args, col, values, place, rows):
-        """Consecutive lanes add to consecutive columns: whole sectors again."""
-        step, count = rows
-        lane = cute.arch.lane_idx()
-        scales = step_scales(col.scales, step)
-        row = Int64(place.row + cutlass.min(lane, count - 1))
-        tokens = ptx.load_i32(args.row_token.toint() + row * 4)
-        if cutlass.const_expr(self.weighted):
-            weights = ptx.load_f32(args.row_weight.toint() + row * 4)
-        for j in cutlass.range_constexpr(DECODE_STEP):
-            value = ptx.mul(values[j], row_factor(col.alpha, scales, j))
-            if cutlass.const_expr(self.biased):
-                value = ptx.add(value, col.bias)
-            value = (ptx.pack_bf16x2(value, value) << 16).bitcast(Float32)
-            if cutlass.const_expr(self.weighted):
-                value = ptx.mul(cute.arch.shuffle_sync(weights, j), value)
-            token = cute.arch.shuffle_sync(tokens, j)
-            other = cute.arch.shuffle_sync_bfly(value, 1)  # the next column's, for even lanes
-            if j < count and place.col < place.n:
-                at = Int64(token) * place.n + place.col
-                if cutlass.const_expr(self.dtype == "Float32"):
-                    ptx.reduce_f32(args.y.toint() + at * 4, value)
-                elif lane % 2 == 0:
-                    ptx.reduce_bf16x2(args.y.toint() + at * 2, ptx.pack_bf16x2(value, other))
+    def store_part(self, args, tile, values, place, part):
+        (alpha,) = part_alphas(tile, part.row)
+        if part.real:
+            self.store_row(args, self.row(args, place, alpha), values, place)
 
     def addends(self, part, weight):
         """What a token gets: the bf16 rounding of each value, weighted."""

@@ -240,6 +240,10 @@ class Sm100GroupedGemm:
             smem.allocate_tensor(fp8, layouts[2], ALIGN),
             smem.allocate_tensor(fp8, layouts[3], ALIGN),
         )
+        scratch = None
+        if cutlass.const_expr(self.plan.scratch):
+            size = EPILOGUE_WARPS * self.plan.scratch
+            scratch = smem.allocate_tensor(Float32, cute.make_layout(size), 16).iterator
         if warp == LOAD_WARP:
             self.init_barriers(bars, ring)
         self.sync()
@@ -259,7 +263,7 @@ class Sm100GroupedGemm:
             if rank % c.ctas == 0:
                 self.mma_loop(operands, tmem, bars, ring, problem.k)
         else:
-            self.epilogue_loop(tmem, bars, ring, epilogue, problem.n)
+            self.epilogue_loop(tmem, bars, ring, scratch, epilogue, problem.n)
 
         self.sync()
         if cutlass.const_expr(self.pdl):
@@ -469,7 +473,7 @@ class Sm100GroupedGemm:
     # ---- epilogue
 
     @cute.jit
-    def epilogue_loop(self, tmem, bars, ring, args, n):
+    def epilogue_loop(self, tmem, bars, ring, scratch, args, n):
         """TMEM -> registers, ``width`` columns at a time; thread t of the CTA owns accumulator row
         t."""
         c, plan = self.config, self.plan
@@ -486,6 +490,8 @@ class Sm100GroupedGemm:
         tTR = tmem_copy.get_slice(tid).partition_S(steps)  # (T2R, 1, 1, 1, N / width, 2)
         rAcc = cute.make_rmem_tensor(((width, 1), 1, 1), Float32)
         values = cute.make_tensor(rAcc.iterator, cute.make_layout(width))
+        if cutlass.const_expr(plan.scratch):
+            scratch = scratch + tid // 32 * plan.scratch
         leader = rank // c.ctas * c.ctas
         lane_row = rank % c.ctas * 128 + tid
         count = Int32(0)
@@ -507,7 +513,7 @@ class Sm100GroupedGemm:
                 cute.copy(tmem_copy, tTR[(None, None, None, 0, j, count & 1)], rAcc)
                 if i == release_after - 1:
                     self.release_accumulator(acc_empty, leader)
-                plan.store(self.epilogue, args, begun, values, where, j)
+                plan.store(self.epilogue, args, begun, values, where, j, scratch)
             count += 1
             work = take(ring, count, c.cluster)
 

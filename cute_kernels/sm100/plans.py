@@ -16,7 +16,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.config import DECODE_STEP, GemmConfig
-from cute_kernels.device.epilogues import Place
+from cute_kernels.device.epilogues import Part, Place
+from cute_kernels.device.lanes import SCRATCH, exchange
 from cute_kernels.sm100.operands import M_SIDE, N_SIDE, Corner
 
 
@@ -33,6 +34,7 @@ class Tile(NamedTuple):
 class Prefill:
     rows_side = M_SIDE
     weights_side = N_SIDE
+    scratch = 0  # fp32 of shared memory per epilogue warp
 
     def tile(self, c: GemmConfig, work: Any, rank: Any) -> Tile:
         """Pairs of a cluster: first those that share weights, then those that share rows."""
@@ -64,7 +66,7 @@ class Prefill:
         return epilogue.begin_row(args, place)
 
     @cute.jit
-    def store(self, epilogue, args, begun, values, where, step):
+    def store(self, epilogue, args, begun, values, where, step, _):
         """Thread ``lane_row`` owns a routed row; ``step`` counts widths of columns."""
         work, tile, lane_row, n = where
         row = tile.rows.row + lane_row
@@ -78,6 +80,7 @@ class Prefill:
 class Decode:
     rows_side = N_SIDE
     weights_side = M_SIDE
+    scratch = SCRATCH
 
     def tile(self, c: GemmConfig, work: Any, rank: Any) -> Tile:
         m0 = work.n_tile * 128
@@ -98,23 +101,23 @@ class Decode:
         return tile.boxes
 
     def begin(self, epilogue, args, where):
-        """What the epilogue keeps of this thread's column."""
-        work, tile, lane_row, n = where
+        """What the epilogue keeps of the rows of the tile."""
+        work, tile, _, n = where
         count = cutlass.min(work.end - tile.rows.row, Int32(64))
-        feature = tile.weights.row + lane_row
-        place = Place(work.expert, tile.rows.row, tile.rows.sf_row, feature, n)
-        return epilogue.begin_col(args, place, count)
+        place = Place(work.expert, tile.rows.row, tile.rows.sf_row, tile.weights.row, n)
+        return epilogue.begin_tile(args, place, count)
 
     @cute.jit
-    def store(self, epilogue, args, begun, values, where, step):
-        """Thread ``lane_row`` owns a row of the weights, a register is a routed row."""
+    def store(self, epilogue, args, begun, values, where, step, scratch):
+        """Thread ``lane_row`` owns a row of the weights, a register is a routed row; then a warp
+        turns its 32 x 16."""
         work, tile, lane_row, n = where
-        first = step * DECODE_STEP
-        row = tile.rows.row + first
-        feature = tile.weights.row + lane_row
-        place = Place(work.expert, row, tile.rows.sf_row + first, feature, n)
-        count = cutlass.min(work.end - row, Int32(DECODE_STEP))
-        epilogue.store_col(args, begun, values, place, (step, count))
+        lane = cute.arch.lane_idx()
+        turned = exchange(values, scratch)
+        row = step * DECODE_STEP + (lane >> 1)
+        col = tile.weights.row + lane_row - lane + (lane & 1) * 16
+        place = Place(work.expert, tile.rows.row + row, tile.rows.sf_row + row, col, n)
+        epilogue.store_part(args, begun, turned, place, Part(row, place.row < work.end))
 
 
 PREFILL, DECODE = Prefill(), Decode()
