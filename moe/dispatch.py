@@ -189,7 +189,8 @@ class ExchangeCall:
         most = tokens * self.local.cfg.top_k
         if capacity.rows is None:
             return tokens, most
-        return tokens, min(-(-capacity.rows // self.mode.split), most)
+        share = max(-(-capacity.rows // self.mode.split), self.local.cfg.top_k)
+        return tokens, min(share, capacity.rows, most)  # one token of a part has what it may need
 
     def _places(self, device: torch.device) -> Places:
         assert self.mode.capacity is not None

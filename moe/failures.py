@@ -17,7 +17,7 @@ _SLICE = 0.5  # s between two looks at the notes of a wait that takes longer tha
 _GRACE = 3.0  # s that ranks get to report after the first one saw a failure
 _ASK = 2.0  # s that the store gets to answer: the process that hosts it may be stopped or gone
 _TEXT = 500  # characters of an error that a note keeps
-_ABORT = 10.0  # s that NCCL gets to give up: it waits for CUDA graphs that hold its collectives
+_ABORT = 2.0  # s that NCCL gets to give up; where a CUDA graph holds it, it goes on by itself
 WATCHDOG = 10.0  # s that the watchdog of NCCL is kept behind a `Watch`: it ends the process
 
 
@@ -106,7 +106,8 @@ def abort(group: Any, device: torch.device) -> None:
     """End the collectives of ``group`` that are under way on ``device``, without its other ranks.
 
     NCCL's wait for the rank that will not come is a kernel: every synchronisation with the device,
-    destroy_process_group and the end of the process would wait for it.
+    destroy_process_group and the end of the process would wait for it. The kernel goes at once; the
+    rest waits, in a thread, for CUDA graphs that hold collectives of the group to be deleted.
     """
 
     def run() -> None:

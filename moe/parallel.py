@@ -55,8 +55,8 @@ class Exchange:
                 `Capacity`: sizes are fixed and nothing waits (CUDA graphs); tokens that find no
                 place come out as NaN and are counted (see `ExpertParallel.check`)
     split       parts of a batch, in the order of its tokens: one travels while another is computed.
-                The same bits. Experts read their weights once for each part; a capacity is shared
-                out to the parts, rounded up
+                The same bits. Experts read their weights once for each part. A capacity is shared
+                out to the parts, rounded up, with rows for one token at least
     """
 
     pre_reduce: bool = False
@@ -274,7 +274,7 @@ class ExpertParallel:
 
     def check(self) -> None:
         """Raises `CapacityError` if tokens of this rank found no place since the last check; waits
-        for the device. Their rows of y are NaN. Nothing to check without a capacity.
+        for the device. Their rows of y are NaN. No token is lost without a capacity.
 
         Raises `RankError` when the device waits for a rank that raised or is gone, also inside a
         CUDA graph, where nothing else finds out.

@@ -266,7 +266,9 @@ def formula(
     if mode.capacity is not None:
         pairs = parallel.size * (parallel.size - 1) * mode.split
         tokens = -(-mode.capacity.tokens // mode.split)
-        rows = min(-(-(mode.capacity.rows or 0) // mode.split), tokens * cfg.top_k)
+        whole = mode.capacity.rows or 0
+        share = max(-(-whole // mode.split), cfg.top_k)
+        rows = min(share, whole, tokens * cfg.top_k)
         return pairs * (tokens * row + rows * 2 * cfg.hidden)
     total = 24 * parallel.size * (parallel.size - 1)
     for rank, mine in enumerate(ids):
@@ -402,16 +404,23 @@ def run(args: argparse.Namespace) -> int:
     cfg = MoEConfig(*args.shape) if args.shape else find_config(args.model)
     bench = Bench(cfg, device, args)
     settings = [Setting(t, k, m) for m in args.modes for t in args.tokens for k in args.skews]
-    rows = [row for s in settings if (row := bench.measure(s)) is not None]
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, gloo"
+    shape = {k: getattr(cfg, k) for k in ("hidden", "intermediate", "num_experts", "top_k")}
+    result = {"ranks": size, "device": where, "torch": torch.__version__, "shape": shape}
+    rows: list[dict[str, Any]] = []
+    for setting in settings:
+        row = bench.measure(setting)
+        if row is None:
+            continue
+        rows.append(row)
+        if rank == 0 and args.json:  # what was measured stays if a later setting fails
+            args.json.write_text(json.dumps(result | {"rows": rows}, indent=1))
     wrong = [r for r in rows if r["bytes"] != r["formula"]]
     if rank == 0:
-        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, gloo"
-        title = f"{size} ranks ({where}), {cfg.num_experts} experts, measured"
+        title = (
+            f"{size} ranks ({where}), {', '.join(f'{k} {v}' for k, v in shape.items())}, measured"
+        )
         Console(width=140).print(table_of(rows, title))
-        if args.json:
-            shape = {k: getattr(cfg, k) for k in ("hidden", "intermediate", "num_experts", "top_k")}
-            result = {"ranks": size, "device": where, "torch": torch.__version__, "shape": shape}
-            args.json.write_text(json.dumps(result | {"rows": rows}, indent=1))
         for r in wrong:
             sys.stdout.write(f"bytes {r['bytes']}, the formulas say {r['formula']}: {r}\n")
     return 1 if wrong else 0

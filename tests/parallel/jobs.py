@@ -94,6 +94,9 @@ def calls(size: int = 2) -> list[Call]:
         Call("more parts than tokens", mode=four, counts=(3, 0, 17)),
         Call("three parts, places", mode=Exchange(capacity=Capacity(tokens=16), split=3)),
         Call("two parts, enough rows", mode=Exchange(capacity=Capacity(16, 48), split=2)),
+        Call(
+            "a part for each token", mode=Exchange(capacity=Capacity(3, 3), split=3), counts=(3, 1)
+        ),
     ]
     return [*every, *both, *roomy, *parts, Call("rows limited but enough", mode=tight)]
 
@@ -270,7 +273,8 @@ def expected_bytes(call: Call, size: int) -> list[dict[str, int]]:
         places = math.ceil(capacity.tokens / call.mode.split)
         rows = places * k
         if capacity.rows is not None:
-            rows = min(rows, math.ceil(capacity.rows / call.mode.split))
+            share = max(math.ceil(capacity.rows / call.mode.split), k)
+            rows = min(rows, share, capacity.rows)
         back = places if call.mode.pre_reduce else rows
         one = {"dispatch": pairs * places * row}
         return [one | {"return": pairs * back * 2 * ref.H}] * size
