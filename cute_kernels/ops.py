@@ -476,20 +476,17 @@ def _permute_kernel(
     *out: Tensor,
 ) -> None:
     from cute_kernels.device.combine import PermuteRows
-    from cute_kernels.device.quantize import GroupScales
 
     rows, grouped, row_gx = out
-    routed, experts, groups = row_token.shape[0], expert_offsets.shape[0] - 1, scale.shape[1]
+    routed, experts = row_token.shape[0], expert_offsets.shape[0] - 1
     if routed == 0 or data.shape[0] == 0:
         grouped.zero_()
         return
-    data, scale, gx = flat(data), flat(scale), gx.contiguous()
-    row_token, expert_offsets = row_token.contiguous(), expert_offsets.contiguous()
-    results = (row_token, expert_offsets[experts:], rows, row_gx, routed)
-    launch(PermuteRows(data.shape[1]), data.device, data, gx, *results)
-    tiles = grouped.shape[0] // TILE_ROWS
-    kernel = GroupScales(groups, groups, indexed=True)
-    launch(kernel, data.device, scale, row_token, expert_offsets, grouped, experts, tiles)
+    inputs = (flat(data), gx.contiguous(), flat(scale))
+    plan = (row_token.contiguous(), expert_offsets.contiguous())
+    sizes = (routed, experts, grouped.shape[0] // TILE_ROWS)
+    kernel = PermuteRows(data.shape[1])
+    launch(kernel, data.device, *inputs, *plan, rows, row_gx, grouped, *sizes)
 
 
 # ---- registration

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int64, Uint32
 
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
-from cute_kernels.device.quantize import tree
+from cute_kernels.device.quantize import WARP, GroupScales, tree
 
 
 def _spread(vectors: int, most: int = 256) -> tuple[int, int]:
@@ -158,18 +158,21 @@ def store(base, position, values, dtype):
 @dataclasses.dataclass(frozen=True)
 class PermuteRows:
     """out[r] = data[row_token[r]] for routed rows r < expert_offsets[E], with their fp32 outer
-    scales.
+    scales, and their block scales in SWIZZLE_32_4_4_GROUPED as `GroupScales` has them.
 
-    row_bytes  bytes of a row, a multiple of 8
-    One CTA per four rows of the output; rows past the last expert are left alone.
+    row_bytes  bytes of a row, a multiple of 8: two codes a byte
+    One CTA per tile of 128 scale rows, then one per `ROWS` rows of the output; rows past the last
+    expert are left alone. Both parts write to memory as fast as it takes it, and neither waits for
+    the other.
 
-    data uint8 (N, row_bytes); gx fp32 (N,); row_token int32 (R,); total = &expert_offsets[E];
-    out uint8 (R, row_bytes); out_gx fp32 (R,)
+    data uint8 (N, row_bytes); gx fp32 (N,); scale uint8 (N, row_bytes / 8); row_token int32 (R,);
+    expert_offsets int32 (E+1,); out uint8 (R, row_bytes); out_gx fp32 (R,); grouped uint8
+    (tiles * 128, groups padded to 4). ``sizes``: R, E, tiles.
     """
 
     row_bytes: int
 
-    ROWS = 4
+    ROWS = 2
 
     @property
     def name(self) -> str:
@@ -180,29 +183,57 @@ class PermuteRows:
         return 16 if self.row_bytes % 16 == 0 else 8
 
     @property
+    def threads(self) -> int:
+        """Two warps at least: `GroupScales` shares a tile among an even number of them."""
+        return max(_spread(self.row_bytes // self.width)[0], 2 * WARP)
+
+    @property
+    def scales(self) -> GroupScales:
+        groups = self.row_bytes // 8
+        return GroupScales(groups, groups, threads=self.threads // (2 * WARP) * 2 * WARP)
+
+    @property
     def arguments(self) -> tuple:
-        i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
-        return (Ptr("Uint8", self.width), f32, i32, i32, Ptr("Uint8", self.width), f32, "i32")
+        i32, f32, rows = Ptr("Int32", 4), Ptr("Float32", 4), Ptr("Uint8", self.width)
+        inputs = (rows, f32, Ptr("Uint8", self.scales.width))
+        return (inputs, (i32, i32), (rows, f32, Ptr("Uint8")), ("i32", "i32", "i32"))
 
     @cute.jit
-    def __call__(self, data, gx, row_token, total, out, out_gx, rows, stream):
-        threads, _ = _spread(self.row_bytes // self.width)
+    def __call__(self, inputs, plan, outputs, sizes, stream):
+        rows, _, tiles = sizes
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(data, gx, row_token, total, out, out_gx).launch(
-            grid=((rows + self.ROWS - 1) // self.ROWS, 1, 1),
-            block=(threads, 1, 1),
+        self.kernel(inputs, plan, outputs, sizes).launch(
+            grid=(tiles + (rows + self.ROWS - 1) // self.ROWS, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, data, gx, row_token, total, out, out_gx):
+    def kernel(self, inputs, plan, outputs, sizes):
         tid, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
-        threads, steps = _spread(self.row_bytes // self.width)
+        data, gx, scale = inputs
+        row_token, expert_offsets = plan
+        out, out_gx, grouped = outputs
+        _, experts, tiles = sizes
         ptx.wait_for_previous_kernel()
-        first = part * self.ROWS
-        last = ptx.load_i32(total.toint()) - 1
+        if part < tiles:
+            if tid < self.scales.threads:
+                self.scales.group_tile(scale, grouped, (row_token, expert_offsets, experts), part)
+        else:
+            total = ptx.load_i32(expert_offsets.toint() + Int64(experts) * 4)
+            first = (part - tiles) * self.ROWS
+            self.copy_rows((data, gx, row_token), (out, out_gx), first, total - 1)
+        ptx.allow_next_kernel()
+
+    @cute.jit
+    def copy_rows(self, inputs, outputs, first, last):
+        """Rows ``first`` to ``first`` + `ROWS` - 1, none past ``last``."""
+        data, gx, row_token = inputs
+        out, out_gx = outputs
+        tid, _, _ = cute.arch.thread_idx()
+        _, steps = _spread(self.row_bytes // self.width)
         if first <= last:
             rows = [cutlass.min(first + i, last) for i in range(self.ROWS)]  # the last one again
             tokens = [ptx.load_i32(row_token.toint() + Int64(r) * 4) for r in rows]
@@ -211,10 +242,9 @@ class PermuteRows:
                     value = ptx.load_f32(gx.toint() + Int64(t) * 4)
                     ptx.store_f32(out_gx.toint() + Int64(r) * 4, value)
             for step in cutlass.range_constexpr(steps):
-                offset = (step * threads + tid) * self.width
+                offset = (step * self.threads + tid) * self.width
                 if offset < self.row_bytes:
                     self.copy_pieces(data.toint() + offset, tokens, out.toint() + offset, rows)
-        ptx.allow_next_kernel()
 
     def copy_pieces(self, source, tokens, target, rows):
         """One piece of each of the rows; the loads are in flight together."""

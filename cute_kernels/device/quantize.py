@@ -283,10 +283,18 @@ class GroupScales:
 
     @cute.kernel
     def kernel(self, scale, row_token, expert_offsets, grouped, num_experts):
-        tid, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         ptx.wait_for_previous_kernel()
-        found, _, row0, end, *_ = find_tile(expert_offsets.toint(), num_experts, tile, 1, 128)
+        self.group_tile(scale, grouped, (row_token, expert_offsets, num_experts), tile)
+        ptx.allow_next_kernel()
+
+    @cute.jit
+    def group_tile(self, scale, grouped, plan, tile):
+        """Scale tile ``tile``, by the first `threads` threads of a CTA. ``plan``: row_token,
+        expert_offsets and the number of experts."""
+        row_token, expert_offsets, experts = plan
+        tid, _, _ = cute.arch.thread_idx()
+        found, _, row0, end, *_ = find_tile(expert_offsets.toint(), experts, tile, 1, 128)
         if found:
             # lanes: 16 rows x 2 neighbouring pieces of 16 columns, so a warp reads 32-byte sectors.
             # A warp keeps its rows: the number of warps is even.
@@ -301,7 +309,6 @@ class GroupScales:
                 if piece < pieces:
                     rows = [self.load_piece(*source, piece) for source in sources]
                     self.store_tile(base, rows, piece, r32)
-        ptx.allow_next_kernel()
 
     def row_addresses(self, scale, row_token, row, end):
         """(address, exists) of the scales of rows row + 0, 32, 64, 96. A row that does not exist
