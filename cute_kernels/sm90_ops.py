@@ -116,6 +116,7 @@ def stage_rows(
     gx: Tensor | None,
     *,
     row_token: Tensor | None = None,
+    token_rows: Tensor | None = None,
     outer: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> None:
@@ -126,6 +127,8 @@ def stage_rows(
     expert_offsets  int32 (E+1,); rows of ``values`` past expert_offsets[E] are not written
     values, gx      written: bf16 (R, K), and fp32 (R,): the outer scale of each row
     row_token       int32 (R,): token of each row; None: row r of x, R = T
+    token_rows      int32 (T, slots), R = T * slots, instead of row_token: the rows of each token,
+                    negative where a slot has none; every token is read and rounded once
     outer           None: one scale per row from its amax; fp32 with one element, or one per expert
                     (E,) when row_token is None
     row_scale       fp32 (T,): x is multiplied by it first, in fp32
@@ -133,7 +136,7 @@ def stage_rows(
     Raises TypeError or ValueError before anything is launched.
     """
     torch.ops.nvfp4_megamoe.sm90_stage_rows(
-        x, expert_offsets, row_token, outer, row_scale, values, gx
+        x, expert_offsets, row_token, token_rows, outer, row_scale, values, gx
     )
 
 
@@ -141,6 +144,7 @@ def _check_stage(
     x: Tensor,
     offsets: Tensor,
     row_token: Tensor | None,
+    token_rows: Tensor | None,
     outer: Tensor | None,
     row_scale: Tensor | None,
     values: Tensor,
@@ -151,10 +155,14 @@ def _check_stage(
     rows = x.shape[0] if row_token is None else row_token.shape[0]
     if row_token is not None:
         check_vector(row_token, "row_token", torch.int32, (), x.device)
+    if token_rows is not None:
+        _check_token_rows(token_rows, x, row_token)
+        rows = token_rows.numel()
     if row_scale is not None:
         check_vector(row_scale, "row_scale", torch.float32, x.shape[0], x.device)
     if outer is not None:
-        lengths = (1,) if row_token is not None else (1, offsets.shape[0] - 1)
+        indexed = row_token is not None or token_rows is not None
+        lengths = (1,) if indexed else (1, offsets.shape[0] - 1)
         check_vector(outer, "outer", torch.float32, lengths, x.device)
         if gx is None:
             raise ValueError("outer is the scale of quantised rows: pass gx, or no outer")
@@ -166,10 +174,22 @@ def _check_stage(
     check_out(outputs, buffers, x.device)
 
 
+def _check_token_rows(token_rows: Tensor, x: Tensor, row_token: Tensor | None) -> None:
+    if row_token is not None:
+        raise ValueError("row_token and token_rows say the same: pass one of them")
+    good = token_rows.dim() == 2 and token_rows.shape[0] == x.shape[0] and token_rows.shape[1] > 0
+    if not good or token_rows.dtype != torch.int32 or token_rows.device != x.device:
+        raise ValueError(
+            f"token_rows must be int32 ({x.shape[0]}, slots) on {x.device}, got "
+            f"{token_rows.dtype} {tuple(token_rows.shape)} on {token_rows.device}"
+        )
+
+
 def _stage_kernel(
     x: Tensor,
     offsets: Tensor,
     row_token: Tensor | None,
+    token_rows: Tensor | None,
     outer: Tensor | None,
     row_scale: Tensor | None,
     values: Tensor,
@@ -177,8 +197,8 @@ def _stage_kernel(
 ) -> None:
     from cute_kernels.device.stage import StageRows
 
-    rows = values.shape[0]
-    if rows == 0 or x.shape[0] == 0:
+    ctas = values.shape[0] if token_rows is None else x.shape[0]
+    if ctas == 0 or x.shape[0] == 0:
         return
     kernel = StageRows(
         hidden=x.shape[1],
@@ -188,9 +208,11 @@ def _stage_kernel(
         quantised=gx is not None,
         indexed=row_token is not None,
         by_expert=outer is not None and outer.shape[0] != 1,
+        slots=0 if token_rows is None else token_rows.shape[1],
     )
-    inputs = (flat(x), outer, row_scale, row_token, offsets)
-    launch(kernel, x.device, *inputs, values, gx, rows, offsets.shape[0] - 1)
+    places = offsets if token_rows is None else token_rows.contiguous()
+    inputs = (flat(x), outer, row_scale, row_token, places)
+    launch(kernel, x.device, *inputs, values, gx, ctas, offsets.shape[0] - 1)
 
 
 # ---- the GEMM
@@ -339,8 +361,8 @@ def _plain_gemm(*args: Any) -> tuple[Tensor]:
 # ---- registration
 
 register(
-    "sm90_stage_rows(Tensor x, Tensor expert_offsets, Tensor? row_token, Tensor? outer, "
-    "Tensor? row_scale, Tensor(a!) values, Tensor(b!)? gx)",
+    "sm90_stage_rows(Tensor x, Tensor expert_offsets, Tensor? row_token, Tensor? token_rows, "
+    "Tensor? outer, Tensor? row_scale, Tensor(a!) values, Tensor(b!)? gx)",
     _check_stage,
     sm90_plain.stage_rows,
     _stage_kernel,

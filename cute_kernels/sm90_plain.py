@@ -20,6 +20,7 @@ def stage_rows(
     x: Tensor,
     expert_offsets: Tensor,
     row_token: Tensor | None,
+    token_rows: Tensor | None,
     outer: Tensor | None,
     row_scale: Tensor | None,
     values: Tensor,
@@ -27,6 +28,8 @@ def stage_rows(
 ) -> tuple[Tensor, ...]:
     """New values, and new gx if there is one; see `cute_kernels.sm90_ops.stage_rows`."""
     values = values.clone()
+    if token_rows is not None:
+        return _stage_tokens(x, token_rows, outer, row_scale, values, gx)
     end = int(expert_offsets[-1])
     source = x[:end] if row_token is None else x[row_token[:end].long()]
     if row_scale is not None:
@@ -43,6 +46,28 @@ def stage_rows(
     values[:end] = nvfp4.decode(q, torch.bfloat16)
     gx = gx.clone()
     gx[:end] = q.global_scale
+    return values, gx
+
+
+def _stage_tokens(
+    x: Tensor,
+    token_rows: Tensor,
+    outer: Tensor | None,
+    row_scale: Tensor | None,
+    values: Tensor,
+    gx: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """`stage_rows` with ``token_rows``; ``values`` is a copy already."""
+    token, slot = (token_rows >= 0).nonzero(as_tuple=True)
+    rows = token_rows[token, slot].long()
+    source = x if row_scale is None else x.float() * row_scale[:, None]
+    if gx is None:
+        values[rows] = source.bfloat16()[token]
+        return (values,)
+    q = nvfp4.quantize(source, "per_token" if outer is None else outer.reshape(()))
+    values[rows] = nvfp4.decode(q, torch.bfloat16)[token]
+    gx = gx.clone()
+    gx[rows] = q.global_scale.expand(x.shape[0])[token]
     return values, gx
 
 

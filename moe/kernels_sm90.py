@@ -298,14 +298,22 @@ def run_sm90(
                 plan.expert_offsets,
                 scratch.x_rows,
                 scratch.gx,
-                row_token=plan.row_token,
                 outer=outer,
                 row_scale=on_input,
+                **_places(plan),
             )
     o = _expert_rows(plan, experts, scratch, gathered)
     with stage("moe.combine"):
         factors = None if cfg.weight_on_input else mix
         return ops.combine(o, plan.token_rows, factors, shared, dtype)
+
+
+def _places(plan: RoutingPlan) -> dict[str, Tensor]:
+    """How staging finds the rows of tokens: a CTA per row, or, where tokens alone fill the GPU, per
+    token, so that each is read and rounded once. The bits are the same."""
+    if plan.token_rows.numel() > ops.ONE_CTA_PAIRS:
+        return {"token_rows": plan.token_rows}
+    return {"row_token": plan.row_token}
 
 
 def _reads_tokens(x: Tensor, cfg: MoEConfig, numerics: Numerics) -> bool:

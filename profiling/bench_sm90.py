@@ -1,7 +1,7 @@
 """NVFP4 x bf16 grouped GEMM on Hopper against its peers, with the roofs measured in the same run.
 
-    python -m profiling.bench_sm90 [--cases L1 L2] [--rows 6 384 ...] [--peers "torch bf16" humming]
-                                   [--json out.json] [--png out.png]
+    python -m profiling.bench_sm90 [--cases L1 L2 qwen-L1 ...] [--rows 6 384 ...]
+                                   [--peers "torch bf16" humming] [--json out.json] [--png out.png]
     python -m profiling.bench_sm90 --draw out.json --png out.png       # without a GPU
 
 Method: `profiling.timing`: every contestant is one CUDA graph of several calls whose inputs differ
@@ -48,7 +48,17 @@ class Case:
     experts: int = 48
 
 
-CASES = {c.name: c for c in (Case("L1", 7168, 6144), Case("L2", 3072, 7168))}
+SHARE = (Case("L1", 7168, 6144), Case("L2", 3072, 7168))  # DeepSeek-V4-Pro on 8 ranks
+CASES = {
+    c.name: c
+    for c in (
+        *SHARE,
+        Case("qwen-L1", 2048, 1536, 128),  # Qwen3-30B, short K
+        Case("qwen-L2", 768, 2048, 128),
+        Case("flash-L1", 4096, 4096, 64),  # DeepSeek-V4-Flash on 4 ranks
+        Case("flash-L2", 2048, 4096, 64),
+    )
+}
 
 
 def random_counts(num_rows: int, experts: int, generator: torch.Generator) -> Tensor:
@@ -195,7 +205,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         roofs = Roofs(found["copy"], found["dense"])
         goals = [(r["rows"], goal_us(r, roofs)) for r in results]
         axes.plot(*zip(*goals), "k--", label="goal (from rates of this run)")
-        axes.set(xscale="log", yscale="log", xlabel="routed rows, 48 experts", ylabel="us")
+        label = f"routed rows, {CASES[case].experts} experts"
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="us")
         axes.set_title(f"{case}: {results[0]['k']} x {results[0]['n']}")
         axes.grid(True, which="both", alpha=0.3)
         axes.legend()
@@ -210,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=[c.name for c in SHARE], choices=list(CASES))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--activation", action="store_true", help="L1 with SwiGLU in the epilogue")
@@ -237,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     for name in options.cases:
         case = CASES[name]
-        weight = random_weight(case, options.activation and name == "L1")
+        weight = random_weight(case, options.activation and name.endswith("L1"))
         for rows in options.rows:
             result = bench_case(case, rows, weight, {"ours": None}, options.peers)
             found["results"].append(result)

@@ -40,6 +40,8 @@ def stage(
 ) -> tuple[Tensor, Tensor | None]:
     """Into poisoned buffers; rows past the last expert must stay as they are."""
     count = x.shape[0] if row_token is None else row_token.shape[0]
+    if "token_rows" in options:
+        count = options["token_rows"].numel()
     values = poison(torch.empty((count, x.shape[1]), dtype=torch.bfloat16, device=x.device))
     gx = poison(torch.empty(count, device=x.device)) if quantised else None
     sm90_ops.stage_rows(x, offsets, values, gx, row_token=row_token, **options)
@@ -57,19 +59,34 @@ def simulate(*args: Any, **options: Any) -> Any:
     return out
 
 
+def places(case: Case, by_token: bool) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """(offsets, row_token, options) of a case whose tokens, or whose rows, say where they go."""
+    offsets, row_token, _, token_rows = plan(case)
+    if not by_token:
+        return guarded(offsets), guarded(row_token), {}
+    return guarded(offsets), None, {"token_rows": guarded(token_rows.view(-1)).view_as(token_rows)}
+
+
 RUNS = [pytest.param(stage, id="plain"), pytest.param(simulate, id="kernel", marks=simulated)]
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("by_token", [False, True], ids=["by_row", "by_token"])
 @pytest.mark.parametrize("mode", ["per_row", "one", "weighted"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_tokens_are_quantised_and_decoded(run: Any, dtype: torch.dtype, mode: str) -> None:
-    case = Case(17, hidden=352, experts=3, routing="holes", dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "hidden"),
+    [(torch.bfloat16, 352), (torch.float16, 1040), (torch.float32, 48), (torch.bfloat16, 4112)],
+)
+def test_tokens_are_quantised_and_decoded(
+    run: Any, dtype: torch.dtype, hidden: int, mode: str, by_token: bool
+) -> None:
+    """Odd and even numbers of blocks, one and two of them to a thread."""
+    case = Case(17, hidden=hidden, experts=3, routing="holes", dtype=dtype)
     offsets, row_token, _, _ = plan(case)
     outer = torch.tensor([0.0123]) if mode == "one" else None
     weight = torch.rand(17) if mode == "weighted" else None
-    args = (case.x(), guarded(offsets), guarded(row_token))
-    values, gx = run(*args, True, outer=outer, row_scale=weight)
+    *args, where = places(case, by_token)
+    values, gx = run(case.x(), *args, True, outer=outer, row_scale=weight, **where)
     want = expected(case.x(), offsets, row_token, "per_token" if outer is None else outer, weight)
     assert_same(values, want[0], "values")
     assert_same(gx, want[1], "gx")
@@ -91,13 +108,15 @@ def test_rows_of_experts(run: Any, experts: int, scale: str) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("by_token", [False, True], ids=["by_row", "by_token"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_rounded_to_bf16(run: Any, dtype: torch.dtype, weighted: bool) -> None:
+def test_rows_rounded_to_bf16(run: Any, dtype: torch.dtype, weighted: bool, by_token: bool) -> None:
     case = Case(11, hidden=48, experts=4, routing="holes", dtype=dtype)
     offsets, row_token, _, _ = plan(case)
     weight = torch.rand(11) if weighted else None
-    values, _ = run(case.x(), guarded(offsets), guarded(row_token), False, row_scale=weight)
+    *args, where = places(case, by_token)
+    values, _ = run(case.x(), *args, False, row_scale=weight, **where)
     x = case.x() if weight is None else case.x().float() * weight[:, None]
     assert_same(values, x.bfloat16()[row_token[: int(offsets[-1])].long()], "values")
 
@@ -135,7 +154,12 @@ def stage_arguments() -> tuple:
     case = Case(9, hidden=64, routing="holes")
     offsets, row_token, _, _ = plan(case)
     values, gx = torch.zeros(18, 64, dtype=torch.bfloat16), torch.zeros(18)
-    return case.x(), offsets, row_token, None, torch.rand(9), values, gx
+    return case.x(), offsets, row_token, None, None, torch.rand(9), values, gx
+
+
+def token_arguments() -> tuple:
+    x, offsets, _, _, *rest = stage_arguments()
+    return x, offsets, None, plan(Case(9, hidden=64, routing="holes"))[3], *rest
 
 
 def packed(rows: int = 32, k: int = 64, gated: bool = True) -> sm90_ops.Sm90Weight:
@@ -156,7 +180,11 @@ def gemm_arguments() -> tuple:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("sm90_stage_rows", stage_arguments), ("sm90_grouped_gemm", gemm_arguments)],
+    [
+        ("sm90_stage_rows", stage_arguments),
+        ("sm90_stage_rows", token_arguments),
+        ("sm90_grouped_gemm", gemm_arguments),
+    ],
 )
 @pytest.mark.parametrize(
     "check",
@@ -192,6 +220,10 @@ def test_alpha_and_scratch() -> None:
         ({"outer": torch.zeros(1), "gx": None}, "pass gx"),
         ({"row_token": torch.zeros(4)}, "row_token must be"),
         ({"row_scale": torch.zeros(3)}, "row_scale must be"),
+        ({"token_rows": torch.zeros(3, 1, dtype=torch.int32)}, "token_rows must be int32"),
+        ({"token_rows": torch.zeros(4, 1)}, "token_rows must be int32"),
+        ({"token_rows": torch.zeros(4, 2, dtype=torch.int32)}, "values must be"),
+        ({"token_rows": torch.zeros(4, 1), "row_token": torch.zeros(4).int()}, "one of them"),
     ],
 )
 def test_what_stage_rows_refuses(change: dict[str, Any], message: str) -> None:

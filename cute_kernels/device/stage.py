@@ -4,7 +4,9 @@
     value = e2m1(x / (s g)) * s                  exact in bf16: at most 6 significant bits
 
 with the reciprocals of numerics section 2: value * g is what `QuantizeRows` and a decoder give.
-The rows lie expert-major, each read through its token once, so that the GEMM loads them with TMA.
+The rows lie expert-major, so that the GEMM loads them with TMA. Few tokens: a CTA per routed
+row, which reads its token. Many: a CTA per token, which reads and rounds it once and writes all of
+its rows.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _NAN = 0x7FC00000
 
 @dataclasses.dataclass(frozen=True)
 class StageRows(QuantizeRows):
-    """One CTA per routed row; a thread owns blocks of 16 elements, as in `QuantizeRows`.
+    """One CTA per routed row or per token; a thread owns blocks of 16 elements, as in
+    `QuantizeRows`.
 
     hidden     K, a multiple of 16
     dtype      of x: 'BFloat16', 'Float16' or 'Float32'
@@ -40,21 +43,25 @@ class StageRows(QuantizeRows):
     weighted   x is multiplied by a weight per token first (fp32, rounded)
     quantised  to NVFP4 values; False: rounded to bf16, no scale is read or written
     indexed    routed row r is row row_token[r] of x; otherwise row r
+    slots      0: a CTA per routed row. Else a CTA per token t, which is written to the rows
+               token_rows[t, :] of ``slots`` columns, those that are not negative
 
     x (tokens, K); outer fp32 (experts,) or one element; weight fp32 (tokens,); row_token int32
-    (rows,); expert_offsets int32 (experts + 1,): rows at and past its last entry are skipped;
-    values bf16 (rows, K); gx fp32 (rows,).
+    (rows,); token_rows int32 (tokens, slots); expert_offsets int32 (experts + 1,), without
+    ``slots``: rows at and past its last entry are skipped; values bf16 (rows, K); gx fp32 (rows,).
     """
 
     quantised: bool = True
     indexed: bool = True
     by_expert: bool = False
+    slots: int = 0
 
     @property
     def name(self) -> str:
         scale = ("by_expert" if self.by_expert else "given") if self.given else "per_row"
         mode = scale if self.quantised else "bf16"
         kind = f"{mode}{'_weighted' if self.weighted else ''}{'_indexed' if self.indexed else ''}"
+        kind += f"_to{self.slots}" if self.slots else ""
         return f"stage_rows_{kind}_h{self.hidden}_{self.dtype.lower()}"
 
     @property
@@ -65,7 +72,7 @@ class StageRows(QuantizeRows):
             f32 if self.given else None,
             f32 if self.weighted else None,
             i32 if self.indexed else None,
-            i32,
+            i32,  # token_rows or expert_offsets
         )
         return (inputs, (Ptr("BFloat16"), f32 if self.quantised else None), "i32", "i32")
 
@@ -81,36 +88,40 @@ class StageRows(QuantizeRows):
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         ptx.wait_for_previous_kernel()
-        offsets = inputs[4].toint()
-        if row < ptx.load_i32(offsets + Int64(experts) * 4):
-            self.stage_row(inputs, outputs, row, tid, experts)
+        at = inputs[4].toint()
+        if cutlass.const_expr(self.slots > 0):
+            at += Int64(row) * (4 * self.slots)
+            rows = [ptx.load_i32(at + 4 * j) for j in range(self.slots)]
+            if tree(cutlass.max, rows) >= 0:
+                self.stage_token(inputs, outputs, row, rows, tid, experts)
+        elif row < ptx.load_i32(at + Int64(experts) * 4):
+            source = row
+            if cutlass.const_expr(self.indexed):
+                source = ptx.load_i32(inputs[3].toint() + Int64(row) * 4)
+            self.stage_token(inputs, outputs, source, [row], tid, experts)
         ptx.allow_next_kernel()
 
     @cute.jit
-    def stage_row(self, inputs, outputs, row, tid, experts):
-        x, outer, weight, row_token, offsets = inputs
-        source = row
-        if cutlass.const_expr(self.indexed):
-            source = ptx.load_i32(row_token.toint() + Int64(row) * 4)
+    def stage_token(self, inputs, outputs, source, rows, tid, experts):
+        """Row ``source`` of x to each of ``rows`` that is not negative."""
+        x, outer, weight, _, offsets = inputs
         words = self.load_row(x.toint(), source, tid)  # (blocks, words of a block)
         factor = None
         if cutlass.const_expr(self.weighted):
             factor = ptx.load_f32(weight.toint() + Int64(source) * 4)
-        base = outputs[0].toint() + Int64(row) * (self.hidden * 2)
+        g = None
         if cutlass.const_expr(self.quantised):
             amaxes = [self.block_amax(w, factor) for w in words]
             if cutlass.const_expr(not self.given):
                 amax = cta_max(tree(cutlass.max, amaxes), self.threads, tid)
                 g = amax.bitcast(Float32) / Float32(E2M1_UE4M3_MAX)
             elif cutlass.const_expr(self.by_expert):
-                expert = self.expert_of(row, offsets.toint(), experts)
+                expert = self.expert_of(rows[0], offsets.toint(), experts)
                 g = ptx.load_f32(outer.toint() + Int64(expert) * 4)
             else:
                 g = ptx.load_f32(outer.toint())
             g = cute.arch.fmax(g, Float32(GLOBAL_MIN), nan=True)
             c = Float32(1.0) / ptx.mul(g, Float32(6.0))
-            if tid == 0:
-                ptx.store_f32(outputs[1].toint() + Int64(row) * 4, g)
             blocks = [
                 self.round_block(self.elements(w, factor), a, g, c) for w, a in zip(words, amaxes)
             ]
@@ -118,13 +129,26 @@ class StageRows(QuantizeRows):
             blocks = words
         else:
             blocks = [self.pack(self.elements(w, factor)) for w in words]
+        blocks = [swap_halves(b, tid) for b in blocks]
+        for row in rows:
+            if row >= 0:
+                self.store_row(outputs, row, g, blocks, tid)
+
+    @cute.jit
+    def store_row(self, outputs, row, g, blocks, tid):
+        """A row and its outer scale; blocks as `swap_halves` leaves them."""
+        if tid == 0:
+            self.store_scale(outputs, row, g)
+        base = outputs[0].toint() + Int64(row) * (self.hidden * 2) + tid % 2 * 16
         for i in cutlass.range_constexpr(self.blocks):
-            block = tid + i * self.threads
-            if block < self.groups:
-                for half in cutlass.range_constexpr(2):
-                    ptx.store_u32x4(
-                        base + block * 32 + half * 16, blocks[i][4 * half : 4 * half + 4]
-                    )
+            first = tid // 2 * 2 + i * self.threads
+            for j in cutlass.range_constexpr(2):
+                if first + j < self.groups:
+                    ptx.store_u32x4(base + (first + j) * 32, blocks[i][4 * j : 4 * j + 4])
+
+    def store_scale(self, outputs, row, g):
+        if self.quantised:
+            ptx.store_f32(outputs[1].toint() + Int64(row) * 4, g)
 
     def round_block(self, values, amax_bits, g, c):
         """8 words of bf16: the values of a block that NVFP4 has, without g."""
@@ -149,6 +173,18 @@ class StageRows(QuantizeRows):
                 ended = ptx.load_i32(offsets + Int64(first + lane + 1) * 4) <= row
             expert += cute.arch.popc(cute.arch.vote_ballot_sync(ended))
         return expert
+
+
+def swap_halves(block, tid):
+    """8 words of a block -> 4 words of this thread's half (tid % 2) of the even block of a pair of
+    threads, then 4 of the odd one: what two threads store together is 32 bytes, a whole sector."""
+    odd = tid % 2 == 1
+    out = [[], []]
+    for low, high in zip(block[:4], block[4:]):
+        other = cute.arch.shuffle_sync_bfly(ptx.select(odd, low, high), 1)
+        out[0].append(ptx.select(odd, other, low))
+        out[1].append(ptx.select(odd, high, other))
+    return out[0] + out[1]
 
 
 def round_e2m1(value: Float32) -> Float32:
