@@ -94,13 +94,28 @@ class ScatterAdd:
 
     @cute.jit
     def store_row(self, args, row, values, place):
-        size = 4 if self.dtype == "Float32" else 2
-        per_store = 16 // size
-        base = row.y + place.col * size
-        for i in cutlass.range_constexpr(0, cute.size(values), per_store):
-            if place.col + i < place.n:
-                part = row_values(row, values, place.col + i, i, per_store)
-                self.add(base + i * size, self.addends(part, row.weight))
+        width = cute.size(values)
+        if place.col + width <= place.n:
+            self.add_all(row, values, place.col)
+        else:  # the last columns of the output: at least 16, not all
+            for i in cutlass.range_constexpr(0, width, self.per_add):
+                if place.col + i < place.n:
+                    self.add_some(row, values, place.col, i)
+
+    @property
+    def per_add(self) -> int:
+        """Columns of one reduction of 16 bytes."""
+        return 4 if self.dtype == "Float32" else 8
+
+    def add_all(self, row, values, col):
+        for i in range(0, cute.size(values), self.per_add):
+            self.add_some(row, values, col, i)
+
+    def add_some(self, row, values, col, i: int):
+        """One reduction, of the columns from values[i] on."""
+        part = self.addends(row_values(row, values, col + i, i, self.per_add), row.weight)
+        size = 16 // self.per_add
+        self.add(row.y + col * size + i * size, part)
 
     def begin_tile(self, args, place, count):
         return begin_scale(args, place, None, count)
@@ -108,8 +123,8 @@ class ScatterAdd:
     @cute.jit
     def store_part(self, args, tile, values, place, part):
         (alpha,) = part_alphas(tile, part.row)
-        if part.real:
-            self.store_row(args, self.row(args, place, alpha), values, place)
+        if part.real and place.col < place.n:
+            self.add_all(self.row(args, place, alpha), values, place.col)
 
     def addends(self, part, weight):
         """What a token gets: the bf16 rounding of each value, weighted."""
