@@ -187,6 +187,7 @@ def compare(row: Row, found: list[Entry]) -> list[dict[str, Any]]:
                 "mma": (mine["mma_per_128x256"], theirs["mma_per_128x256"]),
                 "tma_kb": (_tile_kb(ours), _tile_kb(peer)),
                 "epilogue": (mine["epilogue_per_element"], theirs["epilogue_per_element"]),
+                "same_output": ours.family.output == peer.family.output,
                 "in_flight_kb": (ours.count.in_flight / 1024, peer.count.in_flight / 1024),
             }
         )  # fmt: skip
@@ -210,10 +211,11 @@ def table(lines: list[dict[str, Any]]) -> str:
         goal = "" if x["goal"] is None else f"{x['goal']:.2f}"
         tma, mma = _pair(x["tma_kb"], 0), _pair(x["mma"], 0)
         flight = "{:.0f}/{:.0f}".format(*x["in_flight_kb"])
+        epilogue = _pair(x["epilogue"], 2) if x["same_output"] else ""
         out.append(
             f"{x['row']:26s} {x['k']:>5d} {x['ours'].removeprefix('ours '):>14s} {x['peer']:>24s} "
             f"{x['ours_gb']:>8.3f} {x['peer_gb']:>8.3f} {x['ratio']:>6.3f} {goal:>5s} "
-            f"{' ' if x['met'] else '!'} {tma:>15s} {mma:>9s} {_pair(x['epilogue'], 2):>14s} "
+            f"{' ' if x['met'] else '!'} {tma:>15s} {mma:>9s} {epilogue:>14s} "
             f"{flight:>13s}"
         )
     return "\n".join(out)
