@@ -172,7 +172,7 @@ class PermuteRows:
 
     row_bytes: int
 
-    ROWS = 2
+    ROWS = 4
 
     @property
     def name(self) -> str:
