@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import torch_router
+from cute_kernels.config import clusters_at_once
 from cute_kernels.device.sizes import ROUTER_STEP, ROUTER_TILE
 from cute_kernels.launch import (
     DSL_TYPES,
@@ -34,10 +35,10 @@ MAX_EXPERTS, MAX_SLOTS = 1024, 32
 MAX_HIDDEN = 2**14  # whose sums of digits fit in int32
 W_BITS = 22
 W_DIGITS = 3
-FEW_TOKENS = 16  # up to which a cluster takes 16 tokens x 16 experts
+FEW_TOKENS = 64  # up to which clusters take 16 tokens x 16 experts each
 TILE_TOKENS, TILE_EXPERTS = 64, 64
 PASS_COST = 0.1  # of the pass for row maxima, in tiles of experts
-SPLIT_TOKENS = 1024  # up to which a cluster shares the columns of a tile
+SPLITS = (1, 2, 4, 8)
 
 
 class RouterWeights(NamedTuple):
@@ -248,17 +249,31 @@ def _logits_kernel(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, logits: 
     columns = -(-experts // TILE_EXPERTS)
     if tokens <= FEW_TOKENS:
         kernel, last = RouterFew(*fields), digits.shape[0]
-    elif tokens <= SPLIT_TOKENS:
-        kernel, last = RouterTile(*fields, split=8), columns
     else:
         sms = multiprocessors(x.device)
-        kernel, last = RouterTile(*fields, split=1), best_columns(tokens, columns, sms)
+        split = best_split(tokens, columns, sms)
+        last = columns if split > 1 else best_columns(tokens, columns, sms)
+        kernel = RouterTile(*fields, split=split)
     launch(kernel, x.device, *inputs, logits, tokens, experts, last)
 
 
-def kernel_sizes(max_tokens: int) -> list[int]:
+def kernel_sizes(max_tokens: int, experts: int, device: torch.device) -> list[int]:
     """A number of tokens for each kernel that calls with up to ``max_tokens`` take."""
-    return [n for n in (1, FEW_TOKENS + 1, SPLIT_TOKENS + 1) if n <= max_tokens]
+    columns, sms = -(-experts // TILE_EXPERTS), multiprocessors(device)
+    sizes, seen = [1], 0
+    tokens = FEW_TOKENS + 1
+    while tokens <= max_tokens and seen != 1:
+        if seen != (seen := best_split(tokens, columns, sms)):
+            sizes.append(tokens)
+        tokens = tokens // TILE_TOKENS * TILE_TOKENS + TILE_TOKENS + 1
+    return [n for n in sizes if n <= max_tokens]
+
+
+def best_split(tokens: int, columns: int, sms: int) -> int:
+    """CTAs that share the columns of a tile: as many as run at the same time."""
+    tiles = -(-tokens // TILE_TOKENS) * columns
+    fits = [s for s in SPLITS if tiles <= clusters_at_once(sms, s)]
+    return max(fits, default=1)
 
 
 def best_columns(tokens: int, columns: int, sms: int) -> int:

@@ -173,7 +173,7 @@ class RouterKernels:
         self.weights(weight)
         kinds = router_ops.INTEGERS if tid2eid is not None else (torch.int64,)
         with without_launches():
-            for count in router_ops.kernel_sizes(max_tokens):
+            for count in router_ops.kernel_sizes(max_tokens, weight.shape[0], weight.device):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     x = weight.new_empty((count, self.cfg.hidden), dtype=dtype)
                     for kind in kinds:

@@ -28,11 +28,16 @@ def check_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, **option
     assert_same(got, router_logits(x, weight, bias), "logits")
 
 
+def use_tiles(patch: pytest.MonkeyPatch, split: int) -> None:
+    patch.setattr(router_ops, "FEW_TOKENS", 0)
+    patch.setattr(router_ops, "best_split", lambda *_: split)
+
+
 # ---- few tokens: 16 tokens x 16 experts, columns over a cluster
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "hidden", "experts"), [(1, 64, 8), (3, 72, 10), (16, 648, 33)])
+@pytest.mark.parametrize(("tokens", "hidden", "experts"), [(1, 64, 8), (19, 72, 10), (16, 648, 33)])
 def test_few(tokens: int, hidden: int, experts: int, dtype: torch.dtype) -> None:
     bias = torch.randn(experts) if experts % 2 else None
     check_logits(hostile(tokens, hidden, dtype), router_weight(experts, hidden), bias)
@@ -52,13 +57,13 @@ def test_few_in_any_order(schedule: str, seed: int) -> None:
 # ---- more: tiles of 64 tokens x 64 experts, columns over a cluster or one after another
 
 
-@pytest.mark.parametrize("split", [8, 1])
+@pytest.mark.parametrize("split", [8, 2, 1])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "experts", "dtype"),
     [
         (17, 64, 8, torch.bfloat16),
         (70, 200, 30, torch.float32),
-        (65, 584, 70, torch.float16),
+        (65, 392, 70, torch.float16),
     ],
 )
 def test_tiles(
@@ -69,15 +74,14 @@ def test_tiles(
     split: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if split == 1:
-        monkeypatch.setattr(router_ops, "SPLIT_TOKENS", 0)
+    use_tiles(monkeypatch, split)
     check_logits(hostile(tokens, hidden, dtype), router_weight(experts, hidden))
 
 
 @pytest.mark.parametrize("columns", [1, 2])
 def test_tiles_of_experts_in_turn(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One CTA does all of them, or every other one."""
-    monkeypatch.setattr(router_ops, "SPLIT_TOKENS", 0)
+    use_tiles(monkeypatch, 1)
     monkeypatch.setattr(router_ops, "best_columns", lambda *_: columns)
     check_logits(hostile(20, 96, torch.bfloat16), router_weight(200, 96), torch.randn(200))
 
@@ -87,8 +91,7 @@ def test_tiles_of_experts_in_turn(columns: int, monkeypatch: pytest.MonkeyPatch)
 def test_tiles_in_any_order(
     schedule: str, seed: int, split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if split == 1:
-        monkeypatch.setattr(router_ops, "SPLIT_TOKENS", 0)
+    use_tiles(monkeypatch, split)
     x, weight = hostile(30, 264, torch.bfloat16), router_weight(70, 264)
     check_logits(x, weight, schedule=schedule, seed=seed)
 

@@ -31,6 +31,9 @@ WARP = 32
 X_DIGITS, W_DIGITS = 4, 3
 SUMS = X_DIGITS + W_DIGITS - 1
 STEP_WORDS = W_DIGITS * WARP * 4  # of a step of 32 columns for 16 experts
+# (digit of x, digit of w): the same i + j returns four pairs later at the earliest
+UPPER_PAIRS = ((1, 2), (1, 1), (2, 2), (1, 0), (2, 1), (2, 0), (3, 1), (3, 2), (3, 0))
+LOWEST_PAIRS = ((0, 2), (0, 1), (0, 0))
 FIXED_BITS = 30  # the binade of a row's largest magnitude is that of 2^30
 NOT_FINITE = 0x7F800000
 
@@ -126,7 +129,7 @@ class RouterLogits:
     def over_ranks(self, sTotal, output):
         """(high, low) of an output, summed over the CTAs of the cluster."""
         pairs = [pair_of_rank(sTotal, output * 2, Int32(c)) for c in range(self.split)]
-        return [tree(lambda a, b: a + b, half) for half in zip(*pairs)]
+        return [tree(add, half) for half in zip(*pairs)]
 
     def pair_fragments(self, words, factors):
         """A of each digit, from eight elements of two rows."""
@@ -205,14 +208,18 @@ def tile_half(words, n):
     return [w[2 * n : 2 * n + 2] for w in words]
 
 
-def multiply_digits(a, b, sums, first):
-    """sums[first + 4 (i + j) ..] += digit i of A (four words each) times digit j of B."""
-    for i in range(X_DIGITS):
-        for j in range(W_DIGITS):
-            at = first + 4 * (i + j)
-            new = multiply(a[i], b[j], [sums[at + n] for n in range(4)], i == X_DIGITS - 1)
-            for n in range(4):
-                sums[at + n] = new[n]
+def multiply_digits(a, b, sums, pairs):
+    """sums[n] += digit i of A (four words each) times digit j of B[n], for (i, j) in ``pairs``.
+
+    ``sums``: registers, and where those of each n begin. The pairs are ordered so that an MMA does
+    not wait for one just before it, whose sum it continues."""
+    registers, first = sums
+    for i, j in pairs:
+        for n, at in enumerate(first):
+            old = [registers[at + 4 * (i + j) + m] for m in range(4)]
+            new = multiply(a[i], b[n][j], old, i == X_DIGITS - 1)
+            for m in range(4):
+                registers[at + 4 * (i + j) + m] = new[m]
 
 
 def exact_total(sums, first, n):
@@ -234,23 +241,40 @@ def cluster_barrier():
     cute.arch.cluster_wait()
 
 
+def remote(shared, index, rank):
+    """Address of shared[index] of the CTA ``rank`` of this cluster."""
+    return Int32(cute.arch.map_dsmem_ptr(shared.iterator + index, rank).toint())
+
+
 def word_of_rank(shared, index, rank):
-    """shared[index], 32 bits, of the CTA ``rank`` of this cluster."""
-    address = Int32(cute.arch.map_dsmem_ptr(shared.iterator + index, rank).toint())
+    """shared[index], 32 bits, of another CTA."""
     return cute.arch.inline_ptx(
         "ld.shared::cluster.u32 {$w0}, [{$r0}];",
         write_only_types=[Uint32],
-        read_only_args=[address],
+        read_only_args=[remote(shared, index, rank)],
     )
 
 
 def pair_of_rank(shared, index, rank):
-    """shared[index] and the next, 64 bits each, of the CTA ``rank`` of this cluster."""
-    address = Int32(cute.arch.map_dsmem_ptr(shared.iterator + index, rank).toint())
+    """shared[index] and the next, 64 bits each, of another CTA."""
     return cute.arch.inline_ptx(
         "ld.shared::cluster.v2.u64 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Int64] * 2,
-        read_only_args=[address],
+        read_only_args=[remote(shared, index, rank)],
+    )
+
+
+def word_to_rank(shared, index, rank, word):
+    cute.arch.inline_ptx(
+        "st.shared::cluster.u32 [{$r0}], {$r1};",
+        read_only_args=[remote(shared, index, rank), word],
+    )
+
+
+def pair_to_rank(shared, index, rank, pair):
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v2.u64 [{$r0}], {{$r1}, {$r2}};",
+        read_only_args=[remote(shared, index, rank), *pair],
     )
 
 
@@ -297,8 +321,11 @@ class RouterFew(RouterLogits):
             cutlass.min(token_tile * 16 + lane // 4 + r, num_tokens - 1) for r in (0, 8)
         ]  # rows past the last repeat it and are not stored
         sRow = allocate(Uint32, 16)
-        ptx.wait_for_previous_kernel()
+        if cutlass.const_expr(self.split > 1):
+            cute.arch.cluster_arrive()
+        # before the wait: no kernel that starts another early writes weights
         parts = [self.load_digits(digits.toint(), tile, first + i, lane) for i in range(each)]
+        ptx.wait_for_previous_kernel()
         elements = [
             [self.load_elements(x.toint(), row, self.column(first + i, lane)) for row in rows]
             for i in range(each)
@@ -308,15 +335,15 @@ class RouterFew(RouterLogits):
         sums = [Int32(0) for _ in range(2 * SUMS * 4)]
         for i in cutlass.range_constexpr(each):
             a = self.pair_fragments(elements[i], factors)
-            for n in cutlass.range_constexpr(2):
-                multiply_digits(a, tile_half(parts[i], n), sums, n * SUMS * 4)
+            b = [tile_half(parts[i], n) for n in range(2)]
+            multiply_digits(a, b, (sums, (0, SUMS * 4)), UPPER_PAIRS + LOWEST_PAIRS)
         self.add_up(inputs, logits, sums, sRow, (token_tile * 16, num_tokens, tile, num_experts))
         ptx.allow_next_kernel()
 
     @cute.jit
     def row_maxima(self, elements, sRow, lane, warp):
         """Bits of the largest magnitudes of this lane's two rows; sRow gets those of the tile."""
-        sWarp, sPart = allocate(Uint32, self.warps * 16), allocate(Uint32, 16)
+        sWarp, sRank = allocate(Uint32, self.warps * 16), allocate(Uint32, self.split * 16)
         for r in cutlass.range_constexpr(2):
             bits = tree(cutlass.max, [self.amax_bits(words[r]) for words in elements])
             bits = over_quad(bits)
@@ -325,24 +352,27 @@ class RouterFew(RouterLogits):
         cute.arch.sync_threads()
         bits = tree(cutlass.max, [sWarp[w * 16 + lane % 16] for w in range(self.warps)])
         if cutlass.const_expr(self.split > 1):
-            if warp == 0 and lane < 16:
-                sPart[lane] = bits
+            rank = cute.arch.block_idx_in_cluster()
+            cute.arch.cluster_wait()  # all CTAs have begun: the kernel has arrived at once
+            if lane < 16 and warp < self.split:
+                word_to_rank(sRank, rank * 16 + lane, warp, bits)  # a warp per receiver
             cluster_barrier()
             ranks = range(self.split)
-            bits = tree(cutlass.max, [word_of_rank(sPart, lane % 16, Int32(c)) for c in ranks])
+            bits = tree(cutlass.max, [sRank[c * 16 + lane % 16] for c in ranks])
         if warp == 0 and lane < 16:
             sRow[lane] = bits
         return [Uint32(cute.arch.shuffle_sync(bits, lane // 4 + r)) for r in (0, 8)]
 
     @cute.jit
     def add_up(self, inputs, logits, sums, sRow, place):
-        """Totals of the 256 outputs over warps and CTAs; output = 16 * row + expert of the tile."""
+        """Totals of the 256 outputs over warps and CTAs; output = 16 * row + expert of the tile.
+        Each CTA sends those of its columns to the one that rounds them."""
         first_token, num_tokens, tile, num_experts = place
         tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
         lane, warp = tid % WARP, tid // WARP
+        each = 256 // self.split  # outputs of a CTA
         sWarp = allocate(Int64, self.warps * 512)
-        sTotal = allocate(Int64, 512)
+        sRank = allocate(Int64, 512)  # (CTA that sent, output of this CTA, high and low)
         for n in cutlass.range_constexpr(8):
             column = n // 4 * 8 + lane % 4 * 2 + n % 2
             output = (lane // 4 + n % 4 // 2 * 8) * 16 + column
@@ -350,22 +380,30 @@ class RouterFew(RouterLogits):
             sWarp[(warp * 256 + output) * 2] = high
             sWarp[(warp * 256 + output) * 2 + 1] = low
         cute.arch.sync_threads()
-        if tid < 256:
-            for half in cutlass.range_constexpr(2):
-                total = sWarp[tid * 2 + half]
-                for w in cutlass.range_constexpr(1, self.warps):
-                    total += sWarp[(w * 256 + tid) * 2 + half]
-                sTotal[tid * 2 + half] = total
-        each = 256 // self.split
-        output = block % self.split * each + tid
+        rank = Int32(0)
         if cutlass.const_expr(self.split > 1):
-            cluster_barrier()
+            rank = cute.arch.block_idx_in_cluster()
+        if tid < 256:
+            total = [
+                tree(add, [sWarp[(w * 256 + tid) * 2 + half] for w in range(self.warps)])
+                for half in range(2)
+            ]
+            if cutlass.const_expr(self.split > 1):
+                pair_to_rank(sRank, (rank * each + tid % each) * 2, tid // each, total)
+            else:
+                sRank[tid * 2], sRank[tid * 2 + 1] = total
+        if cutlass.const_expr(self.split > 1):
+            cluster_barrier()  # then nobody reads or writes what is another's: CTAs may leave
+        output = rank * each + tid
         row, expert = output // 16, tile * 16 + output % 16
         token = first_token + row
         if tid < each and token < num_tokens and expert < num_experts:
-            total = [sTotal[output * 2 + half] for half in range(2)]
-            if cutlass.const_expr(self.split > 1):
-                total = self.over_ranks(sTotal, output)
+            total = [
+                tree(add, [sRank[(c * each + tid) * 2 + half] for c in range(self.split)])
+                for half in range(2)
+            ]
             self.finish(inputs, logits, total, sRow[row], token, expert, num_experts)
-        if cutlass.const_expr(self.split > 1):
-            cluster_barrier()  # nobody leaves while its totals are read
+
+
+def add(a, b):
+    return a + b

@@ -1,8 +1,8 @@
-"""Router logits to expert ids and weights, one warp per token: the bits of
-`cute_kernels.torch_router.select`.
+"""Router logits to expert ids and weights: the bits of `cute_kernels.torch_router.select`.
 
-Lane l owns experts l, 32 + l, ... . Values are compared as integer keys of the same order, in which
-NaN is the largest and -0 equals 0, as in a stable descending sort of torch.
+One CTA per token. Its warps share the scores, then the first one chooses: lane l owns experts l,
+32 + l, ... . Values are compared as integer keys of the same order, in which NaN is the largest and
+-0 equals 0, as in a stable descending sort of torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.quantize import tree
 
 WARP = 32
-WARPS = 4  # tokens of a CTA
+MOST_WARPS = 4
 TOP, SIGN = 0xFFFFFFFF, 0x80000000
 MINUS_INF_KEY = 0x007FFFFF  # `order_key` of -inf
 
@@ -123,68 +123,109 @@ class RouterTopK:
         """Experts of a lane."""
         return -(-self.num_experts // WARP)
 
+    @property
+    def warps(self) -> int:
+        return min(self.parts, MOST_WARPS)
+
     @cute.jit
     def __call__(self, inputs, outputs, num_tokens, vocabulary, factor, stream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(inputs, outputs, num_tokens, vocabulary, factor).launch(
-            grid=((num_tokens + WARPS - 1) // WARPS, 1, 1),
-            block=(WARPS * WARP, 1, 1),
+        self.kernel(inputs, outputs, vocabulary, factor).launch(
+            grid=(num_tokens, 1, 1),
+            block=(self.warps * WARP, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, inputs, outputs, num_tokens, vocabulary, factor):
+    def kernel(self, inputs, outputs, vocabulary, factor):
         logits, bias, table, input_ids = inputs
         tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        token, lane = block * WARPS + tid // WARP, tid % WARP
+        token, _, _ = cute.arch.block_idx()
+        lane, warp = tid % WARP, tid // WARP
+        sScore = cute.make_tensor(
+            cute.arch.alloc_smem(Float32, self.parts * WARP, alignment=16),
+            cute.make_layout(self.parts * WARP),
+        )
         ptx.wait_for_previous_kernel()
-        if token < num_tokens:
-            s = self.scores(logits.toint() + Int64(token) * (self.num_experts * 4), lane)
+        row = logits.toint() + Int64(token) * (self.num_experts * 4)
+        offsets = self.load_bias(bias, lane)  # in flight with the logits
+        if cutlass.const_expr(self.scoring == "softmax"):
+            self.share_exps(row, sScore, warp, lane)
+        else:
+            self.share_scores(row, sScore, warp, lane)
+        cute.arch.sync_threads()
+        if warp == 0:
             padding = None
+            total = None
+            if cutlass.const_expr(self.scoring == "softmax"):
+                total = self.total(sScore, lane)
             if cutlass.const_expr(self.table):
                 chosen, padding = self.looked_up((table, input_ids), token, vocabulary, lane)
-                weight = self.weights_of(s, chosen, lane)
             else:
-                keys = self.keys(s, bias, lane)
+                keys = self.keys(sScore, offsets, total, lane)
                 if cutlass.const_expr(self.groups[0] > 1):
                     keys = self.keep_best_groups(keys, lane)
-                chosen, weight = self.best(keys, s, lane)
+                chosen = self.best(keys, lane)
+            weight = self.score(sScore, chosen, total)
             self.store(outputs, token, lane, (chosen, weight, padding), factor)
         ptx.allow_next_kernel()
 
     def experts(self, lane):
         return [lane + WARP * r for r in range(self.parts)]
 
-    def scores(self, row, lane):
-        """Scores of this lane's experts; those past the last are junk."""
-        last = Int32(self.num_experts - 1)
-        near = [cutlass.min(e, last) for e in self.experts(lane)]
-        values = [ptx.load_f32(row + Int64(e) * 4) for e in near]
-        if self.scoring == "sigmoid":
-            return [scoring.sigmoid(MATH, v) for v in values]
-        if self.scoring == "sqrtsoftplus":
-            return [scoring.sqrtsoftplus(MATH, v) for v in values]
-        most = over_warp(MATH.maximum, tree(MATH.maximum, values))
-        exps = [scoring.exp(MATH, ptx.add(v, -most)) for v in values]
-        inside = [e <= last for e in self.experts(lane)]
-        total = None
-        for e, here in zip(exps, inside):
-            e = ptx.select(here, e, Float32(0.0))
-            total = e if total is None else ptx.add(total, e)
-        total = over_warp(ptx.add, total)
-        return [MATH.div(e, total) for e in exps]
+    def near(self, expert):
+        """The expert, or the last one for one past it."""
+        return cutlass.min(expert, Int32(self.num_experts - 1))
 
-    def keys(self, s, bias, lane):
+    def load_bias(self, bias, lane):
+        if not self.biased:
+            return None
+        return [ptx.load_f32(bias.toint() + Int64(self.near(e)) * 4) for e in self.experts(lane)]
+
+    @cute.jit
+    def share_scores(self, row, sScore, warp, lane):
+        """Scores of every ``warps``-th part of the experts; those past the last are junk."""
+        score = scoring.sigmoid if self.scoring == "sigmoid" else scoring.sqrtsoftplus
+        count = -(-self.parts // self.warps)
+        mine = [(warp + self.warps * i) * WARP + lane for i in range(count)]
+        values = [ptx.load_f32(row + Int64(self.near(e)) * 4) for e in mine]
+        for i in cutlass.range_constexpr(count):
+            if mine[i] < self.parts * WARP:
+                sScore[mine[i]] = score(MATH, values[i])
+
+    @cute.jit
+    def share_exps(self, row, sScore, warp, lane):
+        """exp(x - max); 0 past the last expert. Every warp finds the maximum itself."""
+        values = [ptx.load_f32(row + Int64(self.near(e)) * 4) for e in self.experts(lane)]
+        most = over_warp(MATH.maximum, tree(MATH.maximum, values))
+        for r in cutlass.range_constexpr(self.parts):
+            if r % self.warps == warp:
+                e = scoring.exp(MATH, ptx.add(values[r], -most))
+                inside = lane + WARP * r < self.num_experts
+                sScore[lane + WARP * r] = ptx.select(inside, e, Float32(0.0))
+
+    def total(self, sScore, lane):
+        """Sum of a softmax, in the order of `torch_router.softmax`."""
+        values = [sScore[e] for e in self.experts(lane)]
+        total = values[0]
+        for value in values[1:]:
+            total = ptx.add(total, value)
+        return over_warp(ptx.add, total)
+
+    def score(self, sScore, expert, total):
+        value = sScore[expert]
+        return value if total is None else MATH.div(value, total)
+
+    def keys(self, sScore, offsets, total, lane):
         """Keys of the scores that choose; 0, below all others, past the last expert."""
-        last = Int32(self.num_experts - 1)
         keys = []
-        for e, value in zip(self.experts(lane), s):
-            if self.biased:
-                near = Int64(cutlass.min(e, last))
-                value = ptx.add(value, ptx.load_f32(bias.toint() + near * 4))
-            keys.append(ptx.select(e <= last, order_key(value), Uint32(0)))
+        for r, e in enumerate(self.experts(lane)):
+            value = self.score(sScore, e, total)
+            if offsets is not None:
+                value = ptx.add(value, offsets[r])
+            inside = e < self.num_experts
+            keys.append(ptx.select(inside, order_key(value), Uint32(0)))
         return keys
 
     def keep_best_groups(self, keys, lane):
@@ -218,32 +259,25 @@ class RouterTopK:
 
     def best_of(self, keys, lane):
         """(largest key of the warp, the lowest expert that has it)."""
-        key, expert = keys[0], Int32(lane)
-        for r in range(1, self.parts):
-            more = keys[r] > key
-            key = ptx.select(more, keys[r], key)
-            expert = ptx.select(more, Int32(lane + WARP * r), expert)
-        most = ptx.redux_max_u32(key)
-        candidate = ptx.select(key == most, Uint32(expert), Uint32(TOP))
-        return most, Int32(ptx.redux_min_u32(candidate))
+        most = ptx.redux_max_u32(tree(cutlass.max, keys))
+        same = [
+            ptx.select(k == most, Uint32(e), Uint32(TOP)) for e, k in zip(self.experts(lane), keys)
+        ]
+        return most, Int32(ptx.redux_min_u32(tree(cutlass.min, same)))
 
-    def best(self, keys, s, lane):
-        """(expert, weight) of slot ``lane``."""
-        chosen, weight = Int32(0), Float32(0.0)
-        for slot in range(self.top_k):
-            _, expert = self.best_of(keys, lane)
-            keys = [ptx.select(e == expert, Uint32(0), k) for e, k in zip(self.experts(lane), keys)]
-            here = lane == slot
-            chosen = ptx.select(here, expert, chosen)
-            weight = ptx.select(here, self.score_of(s, expert, lane), weight)
-        return chosen, weight
-
-    def score_of(self, s, expert, lane):
-        """Score of one expert, in every lane."""
-        value = s[0]
-        for r in range(1, self.parts):
-            value = ptx.select(expert >= WARP * r, s[r], value)
-        return Float32(cute.arch.shuffle_sync(value, expert % WARP))
+    @cute.jit
+    def best(self, keys, lane):
+        """Expert of slot ``lane``; the lowest one past the last slot."""
+        left = cute.make_rmem_tensor((self.parts,), Uint32)
+        for r in cutlass.range_constexpr(self.parts):
+            left[r] = keys[r]
+        chosen = Int32(0)
+        for slot in cutlass.range(self.top_k, unroll=1):  # short code: it runs from the first cache
+            _, expert = self.best_of([left[r] for r in range(self.parts)], lane)
+            for r in cutlass.range_constexpr(self.parts):
+                left[r] = ptx.select(lane + WARP * r == expert, Uint32(0), left[r])
+            chosen = ptx.select(lane == slot, expert, chosen)
+        return chosen
 
     def looked_up(self, tables, token, vocabulary, lane):
         """(expert of slot ``lane``, whether the token is padding)."""
@@ -260,13 +294,6 @@ class RouterTopK:
         size = 4 if self.table == "Int32" else 8
         slot = cutlass.min(lane, Int32(self.top_k - 1))
         return ptx.load_i32(table.toint() + (row * self.top_k + slot) * size), padding
-
-    def weights_of(self, s, chosen, lane):
-        weight = Float32(0.0)
-        for slot in range(self.top_k):
-            expert = Int32(cute.arch.shuffle_sync(chosen, slot))
-            weight = ptx.select(lane == slot, self.score_of(s, expert, lane), weight)
-        return weight
 
     @cute.jit
     def store(self, outputs, token, lane, slots, factor):
