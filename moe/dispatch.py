@@ -253,13 +253,10 @@ class ExchangeCall:
                 owner = exchange.owners(batch.ids, _homes(parallel, device))
                 going = exchange.depart(owner, self.local.sort)
                 booking = exchange.book(owner, going, places)
-                ids = owner.ids
                 if booking.lost is not None:
                     parallel.count_lost(booking.lost, going.counts().amax(dim=0))
-                    # an expert must not compute what has no place on the way back
-                    ids = ids.masked_fill(booking.rows < 0, -1)
-                if ids.shape[0]:
-                    packed = self.wire.pack(tokens, ids, batch.weights)
+                if batch.ids.shape[0]:
+                    packed = self.wire.pack(tokens, booking.ids, batch.weights)
                     exchange.gather_rows(packed, booking.token, leaving)
                 self.wire.empty(leaving, booking.empty)
                 at = exchange.token_places(going, places) if reduced else booking.rows

@@ -222,12 +222,15 @@ class Booking(NamedTuple):
     token  int32 (W * C,): token in each place; some token or other in a place that is empty
     empty  bool (W * C,)
     rows   int32 (T, K): place of each slot among the W * S rows that come back, or -1
+    ids    int32 (T, K): those that travel; of a slot without a place, one of no expert, which must
+           not compute what cannot come back
     lost   bool (T,): a slot of the token found no place. None: there were enough, for any routing
     """
 
     token: Tensor
     empty: Tensor
     rows: Tensor
+    ids: Tensor
     lost: Tensor | None
 
 
@@ -262,18 +265,18 @@ def book(owner: Owners, going: Departure, places: Places) -> Booking:
     else:
         token = torch.zeros_like(empty, dtype=torch.int32)
     found = going.slots.token_rows
-    held = found >= 0  # (T, K)
-    lost = None
-    if count > tokens or count * top_k > rows:
-        at = owner.rank.clamp(max=ranks - 1)
-        before = going.slots.expert_offsets.index_select(0, at.reshape(-1)).view(at.shape)
-        fits = token_places(going, places).gather(1, at.long()) >= 0
-        fits &= found - before < rows
-        lost = (held & ~fits).any(dim=1)
-        held &= fits
     shift = places.ends - going.slots.expert_offsets  # (W + 1,)
     moved = shift.index_select(0, owner.rank.reshape(-1)).view(found.shape) + found
-    return Booking(token, empty, torch.where(held, moved, -1), lost)
+    held = found >= 0  # (T, K)
+    if count <= tokens and count * top_k <= rows:
+        return Booking(token, empty, torch.where(held, moved, -1), owner.ids, None)
+    fits = held & (moved.div(rows, rounding_mode="floor") == owner.rank)
+    if count > tokens:
+        at = owner.rank.clamp(max=ranks - 1).long()
+        fits &= token_places(going, places).gather(1, at) >= 0
+    lost = (fits != held).any(dim=1)
+    ids = torch.where(fits, owner.ids, -1)
+    return Booking(token, empty, torch.where(fits, moved, -1), ids, lost)
 
 
 def token_places(going: Departure, places: Places) -> Tensor:

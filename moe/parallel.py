@@ -301,11 +301,12 @@ class ExpertParallel:
             self.received = self.received + expert_offsets
 
     def count_lost(self, lost: Tensor, needed: Tensor) -> None:
-        """lost bool (T,), needed int64 (2,) of one call, on their device; nothing waits."""
+        """lost bool (T,), needed int (2,) of one call, on their device; nothing waits."""
         if self._overflow is None or self._overflow.device != lost.device:
             self._overflow = torch.zeros(3, dtype=torch.int64, device=lost.device)
         self._overflow[0] += lost.sum()
-        self._overflow[1:] = torch.maximum(self._overflow[1:], needed)
+        most = self._overflow[1:]
+        torch.maximum(most, needed, out=most)
 
     # ---- collectives: the same ones, in the same order, on every rank
 

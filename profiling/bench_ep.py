@@ -34,6 +34,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import sys
 import time
@@ -50,8 +51,10 @@ from rich.table import Table
 from torch import Tensor
 
 from moe import Capacity, Exchange, ExpertParallel, ExpertWeights, MoE, MoEConfig, Replicated
+from moe.dispatch import join
 from moe.exchange import Wire
 from moe.explain import find_config
+from moe.local import LocalExperts
 from moe.parallel import split_experts
 
 GROUPS = {  # phase of `moe.dispatch` -> column
@@ -82,12 +85,13 @@ class Setting:
     mode: str  # one of `MODES`
 
     def exchange(self, cfg: MoEConfig, ranks: int) -> Exchange | Replicated:
-        """Places for twice the tokens and rows that this skew needs on average."""
+        """Rows for what this skew needs on average and six deviations of it."""
         if self.mode == "replicated":
             return Replicated(reduce=True)
         if self.mode not in ("places", "parts"):
             return Exchange(pre_reduce=self.mode == "summed")
-        rows = max(int(2 * self.skew * self.tokens * cfg.top_k / ranks), cfg.top_k)
+        mean = self.skew * self.tokens * cfg.top_k / ranks
+        rows = max(math.ceil(mean + 6 * math.sqrt(mean)), cfg.top_k)
         capacity = Capacity(self.tokens, min(rows, self.tokens * cfg.top_k))
         return Exchange(capacity=capacity, split=2 if self.mode == "parts" else 1)
 
@@ -288,9 +292,18 @@ class Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.bounds = tuple(split_experts(cfg.num_experts, self.size))
         self.weights = random_weights(cfg, self.bounds[self.rank], device)
+        self.layer = MoE(cfg, self.weights, backend=args.backend)
         self.clock = Clock(device)
         self._alone: dict[tuple[int, float], float] = {}
         self._whole: MoE | None = None
+
+    def over_ranks(self, parallel: ExpertParallel) -> MoE:
+        """The one layer, on other terms: packing its weights for every setting would take most of
+        the time."""
+        layer = self.layer
+        local = LocalExperts(self.cfg, self.weights, layer.numerics, layer.backend, self.size)
+        layer.parallel, layer._number = parallel, join(parallel, local)
+        return layer
 
     def routings(self, setting: Setting, favour: float) -> list[list[Tensor]]:
         """ids of every rank, call by call: the same for every mode, and on every rank."""
@@ -329,8 +342,8 @@ class Bench:
             return None
         mode = setting.exchange(self.cfg, self.size)
         routings = self.routings(setting, favour)
-        parallel = TimedParallel(None, self.cfg.num_experts, mode=mode, timeout=TIMEOUT)
-        layer = MoE(self.cfg, self.weights, backend=self.args.backend, parallel=parallel)
+        parallel = TimedParallel(None, self.cfg.num_experts, mode=mode)
+        layer = self.over_ranks(parallel)
         mine = [
             self.given(torch.cat(every) if setting.mode == "replicated" else every[self.rank], i)
             for i, every in enumerate(routings)

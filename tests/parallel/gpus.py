@@ -42,4 +42,4 @@ def layers(mode: Exchange, backend: str = "torch", timeout: float | None = None)
 
 
 def gpus() -> int:
-    return min(torch.cuda.device_count(), 4)
+    return min(torch.cuda.device_count(), 8)

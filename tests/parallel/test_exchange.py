@@ -157,6 +157,9 @@ def test_places_are_given_in_order(
     assert booking.token.masked_fill(booking.empty, -1).tolist() == token
     assert all(0 <= t < 13 for t in booking.token.tolist())
     assert booking.rows.tolist() == row_place
+    for wanted, sent, places_of in zip(ids.tolist(), booking.ids.tolist(), row_place):
+        assert all(e == s if p >= 0 else s in (-1, experts) for e, s, p in
+                   zip(wanted, sent, places_of))  # fmt: skip
     assert token_places(going, places).tolist() == token_place
     if tokens >= 13 and rows >= 13 * top_k:
         assert booking.lost is None and not any(lost)  # known before any routing is
@@ -181,9 +184,7 @@ def test_every_slot_comes_back_to_its_token(
     if capacity is not None:
         places = Places.of(*capacity, ranks, torch.device("cpu"))
         books = [book(o, g, places) for o, g in zip(owner, going)]
-        given = [
-            i if b.lost is None else i.masked_fill(b.rows < 0, -1) for i, b in zip(given, books)
-        ]
+        given = [b.ids for b in books]
     packed = [wire.pack(TokenRows(t.bfloat16()), i, i) for t, i in zip(tokens, given)]
     if capacity is not None:
         nothing = torch.full((1, wire.row_bytes), 255, dtype=torch.uint8)

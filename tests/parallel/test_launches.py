@@ -23,7 +23,7 @@ FEW = 16  # tokens of the case, more than enough
 MODES = {
     "counts": (Exchange(), 46),
     "places": (Exchange(capacity=Capacity(FEW)), 54),
-    "limited": (Exchange(capacity=Capacity(FEW, 12)), 85),
+    "limited": (Exchange(capacity=Capacity(FEW, 12)), 68),
     "summed": (Exchange(pre_reduce=True), 43),
 }
 

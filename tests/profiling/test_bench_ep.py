@@ -39,7 +39,8 @@ def test_a_skew_that_cannot_be_is_left_out() -> None:
 
 def test_places_hold_the_skew() -> None:
     mode = bench_ep.Setting(100, 2.0, "places").exchange(CFG, 8)
-    assert mode.capacity == Capacity(100, 300)
+    assert mode.capacity == Capacity(100, 150 + 74)  # six times the root of the mean
+    assert bench_ep.Setting(1, 1.0, "places").exchange(CFG, 8).capacity == Capacity(1, 6)
     assert bench_ep.Setting(100, 2.0, "summed").exchange(CFG, 8).pre_reduce
 
 
