@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 
@@ -47,37 +47,39 @@ def find_tile(offsets, num_experts, item, n_tiles, tile_rows: cutlass.Constexpr)
     expert, row0, end, sf_row0, n_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     while base < num_experts and not found:
         mine0 = base + lane * PER_LANE
-        edges = [
-            ptx.load_i32(offsets + Int64(cutlass.min(mine0 + j, num_experts)) * 4)
-            for j in range(PER_LANE + 1)
-        ]  # past the last expert they repeat, which makes empty experts
+        edges = edges_of(offsets, mine0, num_experts)
         tiles = tiles_of(edges, tile_rows)
         mine = sum_of(tiles)
         upto = inclusive_sum(mine, lane)
-        start = before + upto - mine
         # with tiles of 128 rows the padded rows are those of the tiles
-        padded = tiles_of(edges, 128)
-        sf_mine = sum_of(padded)
+        padded = tiles if cutlass.const_expr(tile_rows == 128) else tiles_of(edges, 128)
+        sf_mine = mine if cutlass.const_expr(tile_rows == 128) else sum_of(padded)
         sf_upto = upto if cutlass.const_expr(tile_rows == 128) else inclusive_sum(sf_mine, lane)
+        start = (before + upto - mine) * n_tiles  # first item of this lane's experts
         sf_start = sf_before + sf_upto - sf_mine
-        here = item >= start * n_tiles and item < (start + mine) * n_tiles
+        here = item >= start and item < start + mine * n_tiles
         owners = cute.arch.vote_ballot_sync(here)
         found = owners != 0
         owner = cutlass.max(31 - Int32(cute.arch.clz(owners)), 0)
-        chosen, first, last, sf_first = mine0, Int32(0), Int32(0), Int32(0)
-        inside, count = Int32(0), Int32(1)
-        for j in cutlass.range_constexpr(PER_LANE):
-            if item >= start * n_tiles and item < (start + tiles[j]) * n_tiles:
-                chosen, first, last, sf_first = mine0 + j, edges[j], edges[j + 1], sf_start * 128
-                inside, count = item - start * n_tiles, tiles[j]
-            start += tiles[j]
-            sf_start += padded[j]
-        m_tile = inside
+        # of the experts that start at or before the item the last one has it, as the lane has it
+        chosen, at, first, last, sf_first = mine0, start, edges[0], edges[1], sf_start
+        for j in cutlass.range_constexpr(1, PER_LANE):
+            start += tiles[j - 1] * n_tiles
+            sf_start += padded[j - 1]
+            reached = item >= start
+            chosen = cutlass.select_(reached, mine0 + j, chosen)
+            at = cutlass.select_(reached, start, at)
+            first = cutlass.select_(reached, edges[j], first)
+            last = cutlass.select_(reached, edges[j + 1], last)
+            sf_first = cutlass.select_(reached, sf_start, sf_first)
+        m_tile = item - at
         if cutlass.const_expr(not isinstance(n_tiles, int)):
-            m_tile = inside % count
-            n_tile = cute.arch.shuffle_sync(inside // count, owner)
+            count = cutlass.max((last - first + (tile_rows - 1)) >> log2(tile_rows), 1)
+            column = Int32(Uint32(m_tile) // Uint32(count))  # signed division would round to -inf
+            m_tile -= column * count
+            n_tile = cute.arch.shuffle_sync(column, owner)
             expert = cute.arch.shuffle_sync(chosen, owner)
-            sf_row0 = cute.arch.shuffle_sync(sf_first + m_tile * tile_rows, owner)
+            sf_row0 = cute.arch.shuffle_sync(sf_first * 128 + m_tile * tile_rows, owner)
         row0 = cute.arch.shuffle_sync(first + m_tile * tile_rows, owner)
         end = cute.arch.shuffle_sync(last, owner)
         before += cute.arch.shuffle_sync(upto, 31)
@@ -86,8 +88,25 @@ def find_tile(offsets, num_experts, item, n_tiles, tile_rows: cutlass.Constexpr)
     return Tile(found, expert, row0, end, sf_row0, n_tile, before * n_tiles)
 
 
+@cute.jit
+def edges_of(offsets, first, num_experts):
+    """expert_offsets[first : first + PER_LANE + 1]; past the last expert the last one repeats, which
+    makes empty experts."""
+    near = cutlass.min(first, num_experts)
+    address, left = offsets + Int64(near) * 4, num_experts - near
+    return [
+        ptx.load_i32(address + Int64(cutlass.min(left, j)) * 4 if j else address)
+        for j in range(PER_LANE + 1)
+    ]
+
+
+def log2(rows: int) -> int:
+    return rows.bit_length() - 1
+
+
 def tiles_of(edges: list, rows: int) -> list:
-    return [(b - a + (rows - 1)) // rows for a, b in itertools.pairwise(edges)]
+    """Tiles of ``rows``, a power of two, from each edge to the next."""
+    return [(b - a + (rows - 1)) >> log2(rows) for a, b in itertools.pairwise(edges)]
 
 
 def sum_of(values: list) -> Any:

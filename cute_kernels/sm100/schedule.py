@@ -25,7 +25,7 @@ from cutlass.cute.arch import mbarrier_arrive, mbarrier_arrive_and_expect_tx, mb
 from cute_kernels.device import ptx
 from cute_kernels.device.scheduler import Tile
 
-DEPTH = 4  # items that the scheduler may be ahead of the slowest warp
+DEPTH = 4  # items that the scheduler may be ahead of the slowest warp; a power of two
 WORDS = 8
 
 
@@ -44,10 +44,15 @@ def init_ring(ring, takers: cutlass.Constexpr):
         cute.arch.mbarrier_init(ring.bars + DEPTH + s, takers)
 
 
+def slot_of(count):
+    """(slot, parity of its barriers) of the ``count``-th item."""
+    return count & (DEPTH - 1), (count >> (DEPTH.bit_length() - 1)) & 1
+
+
 @cute.jit
 def publish(ring, count, tile, cluster: cutlass.Constexpr):
     """Give the ``count``-th item to every CTA, when the slot is free."""
-    s, phase = count % DEPTH, (count // DEPTH) & 1
+    s, phase = slot_of(count)
     mbarrier_wait(ring.bars + DEPTH + s, phase ^ 1)
     slot = ring.slots[(None, s)].iterator
     full = ring.bars + s
@@ -63,7 +68,7 @@ def publish(ring, count, tile, cluster: cutlass.Constexpr):
 @cute.jit
 def take(ring, count, cluster: cutlass.Constexpr):
     """The ``count``-th item, for a whole warp."""
-    s, phase = count % DEPTH, (count // DEPTH) & 1
+    s, phase = slot_of(count)
     mbarrier_wait(ring.bars + s, phase)
     words = cute.make_rmem_tensor(WORDS, Int32)
     cute.autovec_copy(ring.slots[(None, s)], words)
