@@ -150,6 +150,13 @@ def spec(activation: Activation) -> tuple[str, list[float]]:
 
 
 @functools.cache
+def spec_of(activation: Activation) -> tuple[str, tuple[float, ...]]:
+    """`spec`, made once per object."""
+    text, numbers = spec(activation)
+    return text, tuple(numbers)
+
+
+@functools.cache
 def class_of(text: str) -> type[Activation]:
     """Class of the activation that `spec` described."""
     module, name, _ = text.split(":", 2)

@@ -47,7 +47,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cute_kernels import toolchain
+from cute_kernels import config, toolchain
 from cute_kernels.disk_cache import DiskCache, Entry
 
 logger = logging.getLogger("cute_kernels.compile")
@@ -85,9 +85,11 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # cute.compile from two threads at once crashes the process
         self.kernels: dict[tuple[Any, str], Launcher] = {}
+        self.recipes: dict[tuple[Any, Any], Launcher] = {}  # what `load_made` found
         self.stats = Stats()
         self.disk: DiskCache | None = None
         self.archs: dict[int, str] = {}  # per CUDA device
+        self.clusters: dict[tuple[Any, int], int] = {}  # per device and size of a cluster
         self.warming = 0
         self.preparing = 0
         self.simulated = False
@@ -115,6 +117,7 @@ def clear_memory() -> None:
     """Forget compiled kernels of this process (not those on disk); tests use it."""
     with _state.lock:
         _state.kernels.clear()
+        _state.recipes.clear()
         _state.disk = None
 
 
@@ -174,6 +177,7 @@ def enable_simulator() -> None:
         os.environ.update(variables)
         _state.simulated = True
         _state.kernels.clear()  # those from the disk were linked to the CUDA runtime
+        _state.recipes.clear()
         if "cutlass.cutlass_dsl" in sys.modules:  # it has read its environment already
             settings = _dsl().envar
             settings.shared_libs = variables["CUTE_DSL_LIBS"]
@@ -195,6 +199,15 @@ def device_arch(index: int, capability: Callable[[int], tuple[int, int]] | None)
         found = status(None if capability is None else capability(index)).check()
         arch = _state.archs[index] = found.arch
     return arch
+
+
+def clusters_at_once(device: Any, cluster: int, multiprocessors: Callable[[Any], int]) -> int:
+    """Clusters of ``cluster`` CTAs that ``device`` runs at once; its SMs are asked for once."""
+    found = _state.clusters.get((device, cluster))
+    if found is None:
+        found = config.clusters_at_once(multiprocessors(device), cluster)
+        _state.clusters[device, cluster] = found
+    return found
 
 
 def simulating() -> bool:
@@ -310,6 +323,20 @@ def load(kernel: Any, arch: str) -> Launcher:
                 preparation().register(found.entry.files["kernel.cubin"], found.ptx)
             _state.kernels[(kernel, arch)] = found
         return found
+
+
+def load_made(recipe: tuple[Any, ...], device: Any, arch_of: Callable[[Any], str]) -> Launcher:
+    """`load` of the kernel object that ``recipe`` = (function, *arguments) makes, for the target of
+    ``device``. Both are asked once: a call that finds its kernel hashes a few numbers and strings,
+    nothing else.
+
+    The arguments are compile-time constants, as the fields of the kernel are.
+    """
+    found = _state.recipes.get((recipe, device))
+    if found is None:
+        make, *arguments = recipe
+        found = _state.recipes[recipe, device] = load(make(*arguments), arch_of(device))
+    return found
 
 
 def _load(kernel: Any, arch: str) -> Launcher:

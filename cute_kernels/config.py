@@ -5,6 +5,7 @@ DSL.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 SMEM_PER_CTA = 232448  # bytes a CTA may have on SM100 (227 KB)
 TMEM_COLUMNS = 512
@@ -60,7 +61,7 @@ class GemmConfig:
         if self.stages < 4:
             raise ValueError(f"only {self.stages} stages fit into shared memory, 4 are needed")
 
-    @property
+    @functools.cached_property
     def cluster(self) -> int:
         """CTAs of a cluster."""
         return self.ctas * self.pairs * self.columns
@@ -137,30 +138,69 @@ def clusters_at_once(sms: int, cluster: int) -> int:
     return max(sms * USABLE_SMS[cluster] // USABLE_SMS[1] // cluster, 1)
 
 
-def tile_bytes(config: GemmConfig, n: int) -> int:
-    """Codes per K tile that enter shared memory for ``n`` columns of `GemmConfig.tile_rows` rows,
-    a multicast counted once: what the fabric between L2 and the SMs carries."""
+# What the choice of a tile weighs, of a B200; `cute_kernels.forecast` has the sources.
+CLOCK = 1.85e3  # clocks per microsecond
+FABRIC = 13.5e6  # bytes per microsecond from L2 into all SMs; fitted to published times
+STORE_WEIGHT = 2.0  # fabric bytes per stored byte; fitted
+EPILOGUE_CLOCKS = {False: 8.3, True: 16.8}  # of a warp per column; True: activation and quantiser
+FP4_HIDDEN = 9 / 32  # bytes of a gated h that are stored per accumulator column, scales included
+
+
+def column_clocks(config: GemmConfig, n: int, k: int, out_bytes: float) -> float:
+    """Clocks in which a full GPU computes ``config.tile_rows`` rows of all ``n`` columns, were
+    there enough of them: the larger of the fabric's time and of a cluster's, tensor pipe or
+    epilogue."""
     c = config
     rows, columns = 128 * c.ctas * c.pairs, c.tile_n * c.columns
-    return -(-n // columns) * (rows + columns) * c.tile_k // 2
+    moved = (rows + columns) * k * 9 / 16 + STORE_WEIGHT * rows * columns * out_bytes
+    mma = k * c.tile_n / 128
+    epilogue = c.tile_n * EPILOGUE_CLOCKS[out_bytes < 1]
+    own = max(mma, epilogue) * c.cluster / USABLE_SMS[c.cluster]
+    return -(-n // columns) * max(moved * CLOCK / FABRIC, own)
 
 
-def choose_config(rows: int, experts: int, n: int) -> GemmConfig:
-    """Configuration for ``rows`` routed rows over ``experts`` and ``n`` output columns.
+def _both(config: GemmConfig) -> tuple[GemmConfig, GemmConfig]:
+    """With a static and with a dynamic schedule."""
+    return config, dataclasses.replace(config, dynamic=True)
+
+
+_DECODE = _both(GemmConfig(1, 64, decode=True))
+_SMALL, _NARROW = _both(GemmConfig(1, 128)), _both(GemmConfig(2, 128))
+_MEDIUM = _both(GemmConfig(2, 128, columns=2))
+_PREFILL = [_both(GemmConfig(2, 256, columns=columns)) for columns in (1, 2, 4)]
+MARGIN = 0.98  # a larger cluster must save this much: it rounds more of the columns up
+
+
+def choose_config(
+    rows: int, experts: int, n: int, k: int, out_bytes: float = 2.0, dynamic: bool = False
+) -> GemmConfig:
+    """Configuration for ``rows`` routed rows over ``experts``, weights (E, n, k) and ``out_bytes``
+    stored per accumulator column.
 
     Sizes only, never the routing; R = rows per expert on average:
 
         R <= 64    decode: the weights are read once, tokens in steps of 16
-        R <= 128   one CTA: a pair's second half would be padding
-        else       a CTA pair; two pairs that share their rows where that moves fewer bytes. Large
-                   tiles are limited by bytes over the fabric, so bytes decide. (Pairs that share
-                   weights save as many, but round the rows of an expert up to 512.)
+        R <= 112   one CTA: a pair's second half would be padding for most experts
+        R <= 208   two CTA pairs of 128 columns that share their rows: there are few waves, which
+                   small tiles fill better
+        else       a CTA pair, or two or four that share their rows: what takes the fewest
+                   `column_clocks`. Large clusters leave SMs idle and save bytes over the fabric,
+                   which limits short K: there are stores to weigh in. (Pairs that share weights
+                   save as many, but round the rows of an expert up to 512.)
+
+    `cute_kernels.forecast` finds little that is faster: tests/sm100/test_config.py.
     """
     if rows <= 64 * experts:
-        return GemmConfig(1, 64, decode=True)
-    if rows <= 128 * experts:
-        return GemmConfig(1, 256 if n >= 256 else 128)
+        return _DECODE[dynamic]
+    if rows <= 112 * experts:
+        return _SMALL[dynamic]
     if n < 256:
-        return GemmConfig(2, 128)
-    pair, two_pairs = GemmConfig(2, 256), GemmConfig(2, 256, columns=2)
-    return two_pairs if tile_bytes(two_pairs, n) < tile_bytes(pair, n) else pair
+        return _NARROW[dynamic]
+    if rows <= 208 * experts:
+        return _MEDIUM[dynamic]
+    best, least = _PREFILL[0], float("inf")
+    for candidate in _PREFILL:
+        clocks = column_clocks(candidate[0], n, k, out_bytes)
+        if clocks < least * MARGIN:
+            best, least = candidate, clocks
+    return best[dynamic]

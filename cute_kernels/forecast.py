@@ -14,13 +14,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from cute_kernels.config import USABLE_SMS, GemmConfig, choose_config
+from cute_kernels.config import (
+    CLOCK,
+    EPILOGUE_CLOCKS,
+    FABRIC,
+    FP4_HIDDEN,
+    STORE_WEIGHT,
+    USABLE_SMS,
+    GemmConfig,
+    choose_config,
+)
 
-CLOCK = 1.85e3  # clocks per microsecond
 SMS = USABLE_SMS
-FABRIC = 13.5e6  # bytes per microsecond from L2 into all SMs; fitted to published times
 FILL = 130.0  # bytes per clock into one SM
-STORE_WEIGHT = 2.0  # fabric bytes per stored byte; fitted
 LAUNCH = 3.0  # microseconds per kernel in a stream
 LATENCY = 1300.0  # clocks from the launch to the first MMA, L2 or DRAM latency included
 DECODE_STEP = 16
@@ -30,8 +36,8 @@ FP4 = 9 / 16  # bytes of an NVFP4 element, scale included
 # Clocks of one epilogue warp per output tile, by (decode, FP4 output): constant and per column of
 # the MMA tile. From replays without a memory limit, 1.5 clocks per PTX instruction (1 to 2.5).
 EPILOGUE = {
-    (False, False): (100.0, 8.3),
-    (False, True): (100.0, 16.8),
+    (False, False): (100.0, EPILOGUE_CLOCKS[False]),
+    (False, True): (100.0, EPILOGUE_CLOCKS[True]),
     (True, False): (330.0, 24.0),
     (True, True): (170.0, 36.3),
 }
@@ -123,7 +129,8 @@ def forecast_chosen(
     counts: Sequence[int], n: int, k: int, *, fp4_output: bool
 ) -> tuple[GemmConfig, Forecast]:
     """The configuration that the operators take for these sizes, and its `forecast`."""
-    config = choose_config(sum(counts), len(counts), n)
+    out_bytes = FP4_HIDDEN if fp4_output else 2.0
+    config = choose_config(sum(counts), len(counts), n, k, out_bytes)
     return config, forecast(config, counts, n, k, fp4_output=fp4_output)
 
 

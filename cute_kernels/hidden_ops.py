@@ -10,16 +10,23 @@ from torch import Tensor
 
 from cute_kernels import activations, torch_gemm
 from cute_kernels.activations import Activation
-from cute_kernels.gemm_ops import HiddenScales, Rows, check_factor, hidden_buffers
+from cute_kernels.gemm_ops import (
+    HiddenScales,
+    Rows,
+    activation_spec,
+    check_factor,
+    check_hidden,
+    hidden_buffers,
+)
 from cute_kernels.launch import (
     Buffer,
     allocate,
     arch_of,
     check_count,
     check_matrix,
-    check_out,
     check_rows,
     check_vector,
+    check_written,
     flat,
     launch,
     register,
@@ -56,8 +63,8 @@ def quantize_hidden(
         rows, inter = acc.shape[0], acc.shape[1] // parts
         buffers = row_hidden_buffers(rows, inter, expert_offsets.shape[0] - 1)
         out = allocate(buffers, acc.device)
-    data, scale, gh = check_count(out, "h_data, h_scale, row_gh")
-    spec = activations.spec(activation)
+    data, scale, gh = check_count(out, ("h_data", "h_scale", "row_gh"))
+    spec = activation_spec(activation)
     torch.ops.nvfp4_megamoe.quantize_hidden(*arguments, *spec, data, scale, gh)
     return Rows(data, scale), gh
 
@@ -91,25 +98,27 @@ def _check_out(*args: Any) -> None:
     *arguments, name, _, _, _, _ = args
     parts = 2 if activations.class_of(name).gated else 1
     experts, inter = _check(*arguments, parts)
-    acc = args[0]
-    check_out(args[-3:], row_hidden_buffers(acc.shape[0], inter, experts), acc.device)
+    rows, device = args[0].shape[0], args[0].device
+    check_hidden(args[-3:-1], rows, inter, experts, device)
+    check_written(args[-1], "row_gh", (rows,), torch.float32, device)
+
+
+def _quantize_hidden(
+    inter: int, name: str, numbers: tuple[float, ...], flags: tuple[bool, bool, bool, bool]
+) -> Any:
+    """``flags``: indexed, given, biased, hardware."""
+    from cute_kernels.device.hidden import QuantizeHidden
+
+    return QuantizeHidden(inter, activations.from_spec(name, numbers), *flags)
 
 
 def _kernel(*args: Any) -> None:
-    from cute_kernels.device.hidden import QuantizeHidden
-
     acc, offsets, row_token, alpha, gx, gh, bias, name, numbers, *out = args
     if acc.shape[0] == 0:
         return
-    activation = activations.from_spec(name, tuple(numbers))
-    kernel = QuantizeHidden(
-        inter=out[0].shape[1] * 2,
-        activation=activation,
-        indexed=row_token is not None,
-        given=gh is not None,
-        biased=bias is not None,
-        hardware=arch_of(acc.device) != "sm_90a",
-    )
+    hardware = arch_of(acc.device) != "sm_90a"
+    flags = (row_token is not None, gh is not None, bias is not None, hardware)
+    kernel = (_quantize_hidden, out[0].shape[1] * 2, name, tuple(numbers), flags)
     offsets, row_token = offsets.contiguous(), None if row_token is None else row_token.contiguous()
     bias = None if bias is None else flat(bias)  # read 16 bytes at a time
     inputs = (flat(acc), offsets, row_token, alpha, gx.contiguous(), gh, bias)

@@ -29,6 +29,8 @@ DSL_TYPES = {
 INT32_ROWS = 2**31  # row indices are int32
 ALIGNMENT = 16  # bytes, of every address that a kernel gets
 
+_CPU = torch.device("cpu")
+
 _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -47,23 +49,27 @@ class Buffer(NamedTuple):
         return size
 
 
+# A `Buffer` as a plain tuple: what every call checks is not built as a class.
+Written = tuple[str, tuple[int, ...], torch.dtype]
+
+
 def allocate(buffers: Sequence[Buffer], device: torch.device) -> list[Tensor]:
     """New tensors, uninitialised."""
     return [torch.empty(b.shape, dtype=b.dtype, device=device) for b in buffers]
 
 
-def check_count(out: Sequence[Tensor], names: str) -> Sequence[Tensor]:
-    """``out``, if it has a tensor for each of the comma-separated names."""
-    if len(out) != names.count(",") + 1:
-        raise ValueError(f"out must hold {names}, got {len(out)} tensors")
+def check_count(out: Sequence[Tensor], names: tuple[str, ...]) -> Sequence[Tensor]:
+    """``out``, if it has a tensor for each of the names."""
+    if len(out) != len(names):
+        raise ValueError(f"out must hold {', '.join(names)}, got {len(out)} tensors")
     return out
 
 
-def grouped_scales(name: str, rows: int, experts: int, columns: int) -> Buffer:
+def grouped_scales(name: str, rows: int, experts: int, columns: int) -> Written:
     """Scales of ``rows`` routed rows in SWIZZLE_32_4_4_GROUPED, enough for any routing."""
     groups = columns // 16
     padded = -(-groups // TILE_GROUPS) * TILE_GROUPS
-    return Buffer(name, (grouped_scale_rows(rows, experts), padded), torch.uint8)
+    return name, (grouped_scale_rows(rows, experts), padded), torch.uint8
 
 
 # ---- checks
@@ -98,20 +104,26 @@ def check_rows(rows: int, what: str) -> None:
         raise ValueError(f"{what} must be below 2^31 (row indices are int32), got {rows}")
 
 
-def check_out(tensors: Sequence[Tensor], buffers: Sequence[Buffer], device: torch.device) -> None:
-    """Raises ValueError unless every tensor is what its buffer says, row-major and on ``device``:
-    kernels get an address and assume the rest."""
+def check_written(
+    tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises ValueError unless the tensor is this, row-major and on ``device``: kernels get an
+    address and assume the rest."""
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    if tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, strides {row_major(shape)}, and on {device}, got strides "
+            f"{tuple(tensor.stride())} on {tensor.device}"
+        )
+
+
+def check_out(tensors: Sequence[Tensor], buffers: Sequence[Written], device: torch.device) -> None:
+    """`check_written` of each tensor and what its buffer says."""
     for tensor, buffer in zip(tensors, buffers):
-        if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype:
-            raise ValueError(
-                f"{buffer.name} must be {buffer.dtype} {buffer.shape}, got {tensor.dtype} "
-                f"{tuple(tensor.shape)}"
-            )
-        if tensor.device != device or not tensor.is_contiguous():
-            raise ValueError(
-                f"{buffer.name} must be contiguous, strides {row_major(buffer.shape)}, and on "
-                f"{device}, got strides {tuple(tensor.stride())} on {tensor.device}"
-            )
+        check_written(tensor, *buffer, device)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -133,15 +145,15 @@ def flat(x: Tensor) -> Tensor:
 
 def arch_of(device: torch.device) -> str:
     """Compile target of the device. Raises RuntimeError with the reason when it has none."""
-    if device.type == "cpu":
+    if device == _CPU:
         return compiler.device_arch(-1, None)
     index = torch.cuda.current_device() if device.index is None else device.index
     return compiler.device_arch(index, torch.cuda.get_device_capability)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU, or of the simulated one for CPU tensors."""
-    if device.type == "cpu":
+    """SMs of the device, or of the simulated one."""
+    if device == _CPU:
         from cute_kernels.sim.runtime import NUM_SMS
 
         return NUM_SMS
@@ -149,14 +161,21 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def launch(kernel: Any, device: torch.device, *values: float | Tensor | None) -> None:
-    """Launch on the current stream of ``device``. Tensors become addresses, None is left out."""
-    launcher = compiler.load(kernel, arch_of(device))
+    """Launch on the current stream of ``device``. Tensors become addresses, None is left out.
+
+    kernel  a kernel object, or what makes one: (function, *arguments), see `compile.load_made`
+    """
+    if type(kernel) is tuple:
+        launcher = compiler.load_made(kernel, device, arch_of)
+    else:
+        launcher = compiler.load(kernel, arch_of(device))
+    on_cpu = device == _CPU
     if compiler.preparing():
-        if device.type != "cpu":
+        if not on_cpu:
             launcher.to_device()
         return
     numbers = [v.data_ptr() if isinstance(v, Tensor) else v for v in values if v is not None]
-    if device.type == "cpu":
+    if on_cpu:
         launcher(*numbers, 0)
     elif device.index in (None, torch.cuda.current_device()):
         launcher(*numbers, torch.cuda.current_stream().cuda_stream)
@@ -193,7 +212,8 @@ def register(
             kernel(*args)
             return
         for out, value in zip(args[-outputs:], plain(*args)):  # scratch, at the end, stays
-            out.copy_(value)
+            if out is not None:
+                out.copy_(value)
 
     def fake(*args: Any) -> None:
         check(*args)

@@ -26,6 +26,7 @@ from cute_kernels.launch import (
     DSL_TYPES,
     FLOATS,
     Buffer,
+    Written,
     allocate,
     arch_of,
     check_count,
@@ -33,6 +34,7 @@ from cute_kernels.launch import (
     check_out,
     check_rows,
     check_vector,
+    check_written,
     flat,
     grouped_scales,
     launch,
@@ -110,7 +112,7 @@ def quantize_rows(
         routed = tokens if row_token is None else row_token.shape[0]
         buffers = quantize_buffers(tokens, hidden, routed, expert_offsets.shape[0] - 1)
         out = allocate(buffers, x.device)
-    data, scale, gx, scratch = check_count(out, "x_data, x_scale, gx, x_row_scale")
+    data, scale, gx, scratch = check_count(out, ("x_data", "x_scale", "gx", "x_row_scale"))
     torch.ops.nvfp4_megamoe.quantize_rows(
         x, expert_offsets, row_token, given, row_scale, data, scale, gx, scratch
     )
@@ -119,12 +121,16 @@ def quantize_rows(
 
 def quantize_buffers(tokens: int, hidden: int, routed: int, experts: int) -> list[Buffer]:
     """What `quantize_rows` writes: its three results and its scratch memory."""
-    return [
-        Buffer("x_data", (tokens, hidden // 2), torch.uint8),
+    return [Buffer(*b) for b in _quantized(tokens, hidden, routed, experts)]
+
+
+def _quantized(tokens: int, hidden: int, routed: int, experts: int) -> tuple[Written, ...]:
+    return (
+        ("x_data", (tokens, hidden // 2), torch.uint8),
         grouped_scales("x_scale", routed, experts, hidden),
-        Buffer("gx", (tokens,), torch.float32),
-        Buffer("x_row_scale", (tokens, scale_pitch(hidden)), torch.uint8),
-    ]
+        ("gx", (tokens,), torch.float32),
+        ("x_row_scale", (tokens, scale_pitch(hidden)), torch.uint8),
+    )
 
 
 def sort_routes(
@@ -135,6 +141,7 @@ def sort_routes(
     num_local_experts: int | None = None,
     pad_rows: int = 0,
     out: Sequence[Tensor] | None = None,
+    counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort (token, slot) pairs by local expert, stably, on the device.
 
@@ -142,6 +149,7 @@ def sort_routes(
                   first_expert : first_expert + num_local_experts have no row here
     topk_weights  (T, K) floating point
     pad_rows      further entries of row_token and row_weight, for loads past the last routed row
+    counter       int32 (1,), set to 0: the counter of `gemm_ops.WorkItems`
 
     Returns expert_offsets int32 (E+1,); row_token int32 and row_weight fp32 (T*K + pad_rows,), -1
     and 0 past the last routed row; token_rows int32 (T, K), -1 where a slot has no row.
@@ -152,24 +160,31 @@ def sort_routes(
         _check_sort(topk_ids, topk_weights, num_experts, first_expert, local, pad_rows)
         tokens, slots = topk_ids.shape
         out = allocate(sort_buffers(tokens, slots, local, pad_rows), topk_ids.device)
-    offsets, row_token, row_weight, token_rows, _ = check_count(
-        out, "expert_offsets, row_token, row_weight, token_rows, sort_counts"
+    offsets, row_token, row_weight, token_rows, counts = check_count(
+        out, ("expert_offsets", "row_token", "row_weight", "token_rows", "sort_counts")
     )
-    torch.ops.nvfp4_megamoe.sort_routes(topk_ids, topk_weights, num_experts, first_expert, *out)
-    return offsets, row_token, row_weight, token_rows
+    results = (offsets, row_token, row_weight, token_rows)
+    torch.ops.nvfp4_megamoe.sort_routes(
+        topk_ids, topk_weights, num_experts, first_expert, *results, counter, counts
+    )
+    return results
 
 
 def sort_buffers(tokens: int, slots: int, experts: int, pad_rows: int = 0) -> list[Buffer]:
     """What `sort_routes` writes for ``experts`` local ones: its four results and its scratch."""
+    return [Buffer(*b) for b in _sorted(tokens, slots, experts, pad_rows)]
+
+
+def _sorted(tokens: int, slots: int, experts: int, pad_rows: int) -> tuple[Written, ...]:
     rows, i32 = tokens * slots + pad_rows, torch.int32
     ctas = _sort_ctas(tokens * slots)
-    return [
-        Buffer("expert_offsets", (experts + 1,), i32),
-        Buffer("row_token", (rows,), i32),
-        Buffer("row_weight", (rows,), torch.float32),
-        Buffer("token_rows", (tokens, slots), i32),
-        Buffer("sort_counts", (ctas if ctas > 1 else 0, experts), i32),
-    ]
+    return (
+        ("expert_offsets", (experts + 1,), i32),
+        ("row_token", (rows,), i32),
+        ("row_weight", (rows,), torch.float32),
+        ("token_rows", (tokens, slots), i32),
+        ("sort_counts", (ctas if ctas > 1 else 0, experts), i32),
+    )
 
 
 def _sort_ctas(pairs: int) -> int:
@@ -228,7 +243,7 @@ def permute_quantized_rows(
         _check_permute(data, scale, gx, row_token, expert_offsets)
         routed, experts = row_token.shape[0], expert_offsets.shape[0] - 1
         out = allocate(permute_buffers(data.shape[1] * 2, routed, experts), data.device)
-    rows, grouped, row_gx = check_count(out, "row_data, row_scale, row_gx")
+    rows, grouped, row_gx = check_count(out, ("row_data", "row_scale", "row_gx"))
     torch.ops.nvfp4_megamoe.permute_quantized_rows(
         data, scale, gx, row_token, expert_offsets, rows, grouped, row_gx
     )
@@ -239,7 +254,7 @@ def permute_buffers(hidden: int, routed: int, experts: int) -> list[Buffer]:
     """What `permute_quantized_rows` writes."""
     return [
         Buffer("row_data", (routed, hidden // 2), torch.uint8),
-        grouped_scales("row_scale", routed, experts, hidden),
+        Buffer(*grouped_scales("row_scale", routed, experts, hidden)),
         Buffer("row_gx", (routed,), torch.float32),
     ]
 
@@ -270,7 +285,7 @@ def _check_quantize_out(x: Tensor, offsets: Tensor, row_token: Any, *rest: Any) 
     _check_quantize(x, offsets, row_token, *rest[:2])
     routed = x.shape[0] if row_token is None else row_token.shape[0]
     tokens, hidden = x.shape
-    check_out(rest[2:], quantize_buffers(tokens, hidden, routed, offsets.shape[0] - 1), x.device)
+    check_out(rest[2:], _quantized(tokens, hidden, routed, offsets.shape[0] - 1), x.device)
 
 
 def check_routing(topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -305,13 +320,14 @@ def _check_sort(
     check_rows(ids.shape[0] * ids.shape[1] + pad, "T * K + pad_rows")
 
 
-def _check_sort_out(
-    ids: Tensor, weights: Tensor, num_experts: int, first: int, *out: Tensor
-) -> None:
+def _check_sort_out(ids: Tensor, weights: Tensor, num_experts: int, first: int, *rest: Any) -> None:
+    *out, counter, counts = rest
+    if counter is not None:
+        check_vector(counter, "counter", torch.int32, 1, ids.device)
     local, pad = out[0].shape[0] - 1, out[1].shape[0] - ids.numel()
     _check_sort(ids, weights, num_experts, first, local, pad)
     tokens, slots = ids.shape
-    check_out(out, sort_buffers(tokens, slots, local, pad), ids.device)
+    check_out((*out, counts), _sorted(tokens, slots, local, pad), ids.device)
 
 
 def _check_combine(
@@ -350,8 +366,7 @@ def _check_combine(
 
 def _check_combine_out(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, y: Any) -> None:
     _check_combine(rows, token_rows, weights, shared, y.dtype)
-    buffer = Buffer("y", (token_rows.shape[0], rows.shape[1]), y.dtype)
-    check_out((y,), (buffer,), rows.device)
+    check_written(y, "y", (token_rows.shape[0], rows.shape[1]), y.dtype, rows.device)
 
 
 def _check_permute(
@@ -386,6 +401,20 @@ def _check_permute_out(data: Tensor, scale: Tensor, gx: Tensor, *rest: Tensor) -
 # ---- launching
 
 
+def _quantize_rows_of(
+    hidden: int, dtype: torch.dtype, given: bool, weighted: bool, bounded: bool, hardware: bool
+) -> Any:
+    from cute_kernels.device.quantize import QuantizeRows
+
+    return QuantizeRows(hidden, DSL_TYPES[dtype], given, weighted, bounded, hardware)
+
+
+def _group_scales(groups: int, pitch: int, indexed: bool) -> Any:
+    from cute_kernels.device.quantize import GroupScales
+
+    return GroupScales(groups, pitch, indexed)
+
+
 def _quantize_rows_kernel(
     x: Tensor,
     expert_offsets: Tensor,
@@ -394,8 +423,6 @@ def _quantize_rows_kernel(
     row_scale: Tensor | None,
     *out: Tensor,
 ) -> None:
-    from cute_kernels.device.quantize import GroupScales, QuantizeRows
-
     data, grouped, gx, scale = out
     tokens, hidden = x.shape
     experts = expert_offsets.shape[0] - 1
@@ -403,68 +430,81 @@ def _quantize_rows_kernel(
         grouped.zero_()
         return
     x, expert_offsets = flat(x), expert_offsets.contiguous()
-    pitch = scale_pitch(hidden)
-    kernel = QuantizeRows(
-        hidden=hidden,
-        dtype=DSL_TYPES[x.dtype],
-        given=given is not None,
-        weighted=row_scale is not None,
-        bounded=row_token is None,
-        hardware=arch_of(x.device) != "sm_90a",
-    )
+    flags = (given is not None, row_scale is not None, row_token is None)
+    kernel = (_quantize_rows_of, hidden, x.dtype, *flags, arch_of(x.device) != "sm_90a")
     limit = expert_offsets[experts:] if row_token is None else None
     stride = 0 if given is not None and given.shape[0] == 1 else 1
     launch(kernel, x.device, x, given, row_scale, limit, data, scale, gx, tokens, stride)
     if grouped.numel():
         tiles = grouped.shape[0] // TILE_ROWS
-        group = GroupScales(hidden // BLOCK, pitch, indexed=row_token is not None)
+        group = (_group_scales, hidden // BLOCK, scale_pitch(hidden), row_token is not None)
         launch(group, x.device, scale, row_token, expert_offsets, grouped, experts, tiles)
 
 
-def _sort_routes_kernel(
-    ids: Tensor, weights: Tensor, num_experts: int, first: int, *out: Tensor
-) -> None:
-    from cute_kernels.device.routing import CountRoutes, SortRoutes
+def _count_routes(experts: int, ids: torch.dtype) -> Any:
+    from cute_kernels.device.routing import CountRoutes
 
-    offsets, row_token, row_weight, token_rows, counts = out
+    return CountRoutes(experts, DSL_TYPES[ids])
+
+
+def _sort_routes_of(experts: int, ids: torch.dtype, slots: int, spread: bool, counted: bool) -> Any:
+    from cute_kernels.device.routing import SortRoutes
+
+    return SortRoutes(experts, DSL_TYPES[ids], slots, spread, counted)
+
+
+def _sort_routes_kernel(
+    ids: Tensor, weights: Tensor, num_experts: int, first: int, *out: Any
+) -> None:
+    offsets, row_token, row_weight, _, counter, counts = out
     slots, local = ids.shape[1], offsets.shape[0] - 1
     pairs, rows = ids.shape[0] * slots, row_token.shape[0]
     if pairs == 0:
         offsets.zero_()
         row_token.fill_(-1)
         row_weight.zero_()
+        if counter is not None:
+            counter.zero_()
         return
     ids, weights = ids.contiguous(), weights.float().contiguous()
-    ctas, dtype, device = _sort_ctas(pairs), DSL_TYPES[ids.dtype], ids.device
+    ctas, device = _sort_ctas(pairs), ids.device
     spread = ctas > 1
     if spread:
-        count = CountRoutes(local, dtype)
+        count = (_count_routes, local, ids.dtype)
         launch(count, device, ids, counts, pairs, ctas, first, num_experts)
-    kernel = SortRoutes(local, dtype, top_k=slots, spread=spread)
+    kernel = (_sort_routes_of, local, ids.dtype, slots, spread, counter is not None)
     inputs = (ids, weights, counts if spread else None, first, num_experts)
-    launch(kernel, device, *inputs, offsets, row_token, row_weight, token_rows, pairs, rows, ctas)
+    launch(kernel, device, *inputs, *out[:5], pairs, rows, ctas)
+
+
+def _combine_of(
+    hidden: int, slots: int, dtypes: tuple[torch.dtype | None, ...], weighted: bool
+) -> Any:
+    """``dtypes``: of rows, y and shared."""
+    from cute_kernels.device.combine import Combine
+
+    rows, y, shared = ("" if dtype is None else DSL_TYPES[dtype] for dtype in dtypes)
+    return Combine(hidden, slots, rows, y, shared, weighted)
 
 
 def _combine_kernel(
     rows: Tensor, token_rows: Tensor, weights: Tensor | None, shared: Tensor | None, y: Tensor
 ) -> None:
-    from cute_kernels.device.combine import Combine
-
     tokens, slots = token_rows.shape
     if tokens == 0:
         return
-    kernel = Combine(
-        hidden=rows.shape[1],
-        top_k=slots,
-        rows_dtype=DSL_TYPES[rows.dtype],
-        out_dtype=DSL_TYPES[y.dtype],
-        shared_dtype="" if shared is None else DSL_TYPES[shared.dtype],
-        weighted=weights is not None,
-    )
+    dtypes = (rows.dtype, y.dtype, None if shared is None else shared.dtype)
+    kernel = (_combine_of, rows.shape[1], slots, dtypes, weights is not None)
     rows, token_rows = flat(rows), token_rows.contiguous()
     weights = None if weights is None else weights.contiguous()
     shared = None if shared is None else flat(shared)
     launch(kernel, rows.device, rows, token_rows, weights, shared, y, tokens)
+
+
+def _permute_rows(row_bytes: int) -> Any:
+    from cute_kernels.device.combine import PermuteRows
+
+    return PermuteRows(row_bytes)
 
 
 def _permute_kernel(
@@ -475,8 +515,6 @@ def _permute_kernel(
     expert_offsets: Tensor,
     *out: Tensor,
 ) -> None:
-    from cute_kernels.device.combine import PermuteRows
-
     rows, grouped, row_gx = out
     routed, experts = row_token.shape[0], expert_offsets.shape[0] - 1
     if routed == 0 or data.shape[0] == 0:
@@ -485,7 +523,7 @@ def _permute_kernel(
     inputs = (flat(data), gx.contiguous(), flat(scale))
     plan = (row_token.contiguous(), expert_offsets.contiguous())
     sizes = (routed, experts, grouped.shape[0] // TILE_ROWS)
-    kernel = PermuteRows(data.shape[1])
+    kernel = (_permute_rows, data.shape[1])
     launch(kernel, data.device, *inputs, *plan, rows, row_gx, grouped, *sizes)
 
 
@@ -494,7 +532,8 @@ def _permute_kernel(
 
 def _plain_sort(ids: Tensor, weights: Tensor, experts: int, first: int, *out: Tensor) -> Any:
     local, rows = out[0].shape[0] - 1, out[1].shape[0]
-    return torch_ops.sort_routes(ids, weights, experts, first, local, rows)
+    zero = torch.zeros(1, dtype=torch.int32, device=ids.device)  # of the counter
+    return (*torch_ops.sort_routes(ids, weights, experts, first, local, rows), zero)
 
 
 def _plain_combine(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, y: Tensor) -> Any:
@@ -511,7 +550,7 @@ register(
 register(
     "sort_routes(Tensor topk_ids, Tensor topk_weights, int num_experts, int first_expert, "
     "Tensor(a!) expert_offsets, Tensor(b!) row_token, Tensor(c!) row_weight, "
-    "Tensor(d!) token_rows, Tensor(e!) scratch)",
+    "Tensor(d!) token_rows, Tensor(e!)? counter, Tensor(f!) scratch)",
     _check_sort_out,
     _plain_sort,
     _sort_routes_kernel,

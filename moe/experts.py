@@ -37,13 +37,14 @@ class Numerics:
     """activations "nvfp4" (W4A4) or "bf16" (W4A16); activation_scale "per_token", "static" or
     "per_tensor"; batch_invariant: the bits of a token depend on no other token, where a backend
     would else choose by size between orders of summation; deterministic: False allows sums in an
-    order that no one fixes.
+    order that no one fixes; schedule of the GEMMs, "static" or "dynamic": no bit depends on it.
     """
 
     activations: str = "nvfp4"
     activation_scale: str = "per_token"
     batch_invariant: bool = False
     deterministic: bool = True
+    schedule: str = "static"
 
     def __post_init__(self) -> None:
         if self.activations not in ("nvfp4", "bf16"):
@@ -53,6 +54,8 @@ class Numerics:
                 "activation_scale must be 'per_token', 'static' or 'per_tensor', got "
                 f"{self.activation_scale!r}"
             )
+        if self.schedule not in ("static", "dynamic"):
+            raise ValueError(f"schedule must be 'static' or 'dynamic', got {self.schedule!r}")
         if self.batch_invariant and not self.deterministic:
             raise ValueError(
                 "batch_invariant=True needs deterministic=True: sums in no fixed order give a "

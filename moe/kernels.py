@@ -23,6 +23,7 @@ from cute_kernels.gemm_ops import (
     Rows,
     ScatterTarget,
     Weights,
+    WorkItems,
     config_name,
     grouped_gemm,
     grouped_gemm_act_quant,
@@ -124,21 +125,21 @@ def scratch_buffers(
     """Scratch of one call; the same tuple for the same sizes."""
     widths = (cfg.top_k, cfg.hidden, cfg.intermediate, cfg.projections)
     plan = _scratch.__wrapped__ if torch.compiler.is_compiling() else _scratch
-    adds, static = not numerics.deterministic, experts.gh is not None
-    return plan(num_tokens, *widths, experts.num_experts, static, adds)
+    kinds = (experts.gh is not None, not numerics.deterministic, numerics.schedule == "dynamic")
+    return plan(num_tokens, widths, experts.num_experts, kinds)
 
 
 @functools.lru_cache(_PLANS)
 def _scratch(
     num_tokens: int,
-    top_k: int,
-    hidden: int,
-    inter: int,
-    projections: int,
+    widths: tuple[int, int, int, int],
     experts: int,
-    static: bool,
-    adds: bool,
+    kinds: tuple[bool, bool, bool],
 ) -> tuple[Buffer, ...]:
+    """``widths``: K, H, I and the projections. ``kinds``: one gh per expert, L2 adds its rows up,
+    a dynamic schedule."""
+    top_k, hidden, inter, projections = widths
+    static, adds, dynamic = kinds
     if experts == 0 or num_tokens == 0:
         return ()
     rows = num_tokens * top_k
@@ -147,6 +148,7 @@ def _scratch(
         *ops.quantize_buffers(num_tokens, hidden, rows, experts),
         *_row_buffers(rows, (hidden, inter, projections), experts, static, adds),
         Buffer("y_sums", (num_tokens if adds else 0, hidden), torch.float32),
+        *([Buffer("work_counter", (1,), torch.int32)] if dynamic else []),
     )
 
 
@@ -175,10 +177,11 @@ def run_kernels(
         return (y if shared is None else y + shared.float()).to(dtype)
     buffers = scratch_buffers(num_tokens, cfg, experts, numerics)
     scratch = allocate(buffers, x.device, workspace)
+    counter = scratch.pop() if numerics.schedule == "dynamic" else None
     mix = topk_weights.float()
     with kernels_on(x.device):
         with stage("moe.route"):
-            plan = route_rows(topk_ids, mix, cfg, experts, scratch)
+            plan = route_rows(topk_ids, mix, cfg, experts, scratch[:5], counter)
         with stage("moe.quantize"):
             rows, gx = quantise(x, topk_ids, mix, plan, cfg, experts, numerics, scratch)
         h, gh = hidden(rows, gx, plan, cfg, experts, scratch[9:-1])
@@ -191,11 +194,23 @@ def run_kernels(
 
 
 def route_rows(
-    topk_ids: Tensor, mix: Tensor, cfg: MoEConfig, experts: Experts, scratch: list[Tensor]
+    topk_ids: Tensor,
+    mix: Tensor,
+    cfg: MoEConfig,
+    experts: Experts,
+    out: list[Tensor],
+    counter: Tensor | None = None,
 ) -> RoutingPlan:
     """Rows of the local experts, in the first of `scratch_buffers`."""
     local = (experts.first_expert, experts.num_experts)
-    return RoutingPlan(*ops.sort_routes(topk_ids, mix, cfg.num_experts, *local, out=scratch[:5]))
+    plan = ops.sort_routes(topk_ids, mix, cfg.num_experts, *local, out=out, counter=counter)
+    return RoutingPlan(*plan, counter)
+
+
+def work_items(plan: RoutingPlan) -> Tensor | WorkItems:
+    if plan.counter is None:
+        return plan.expert_offsets
+    return WorkItems(plan.expert_offsets, plan.counter)
 
 
 def quantise(
@@ -308,21 +323,27 @@ def hidden(
 ) -> tuple[Rows, Tensor | None]:
     """Quantised rows of h and their outer scales; None where these are experts.gh. ``scratch``:
     `row_buffers`."""
-    offsets, scales = plan.expert_offsets, HiddenScales(experts.g13, gx, experts.gh)
+    items, scales = work_items(plan), HiddenScales(experts.g13, gx, experts.gh)
     if experts.gh is not None:
         with stage("moe.l1"):
             h = grouped_gemm_act_quant(
-                rows, experts.w13, offsets, cfg.activation, scales, experts.b13, out=scratch[:2]
+                rows, experts.w13, items, cfg.activation, scales, experts.b13, out=scratch[:2]
             )
         return h, None
     # The outer scale of a row needs the whole row, which no tile has: sums go through memory.
     memory, ones = scratch[3:]
     sums = _view(memory, (rows.routed, cfg.projections * cfg.intermediate), torch.float32)
     with stage("moe.l1"):
-        grouped_gemm(rows, experts.w13, offsets, ones.fill_(1.0), out_dtype=torch.float32, out=sums)
+        grouped_gemm(rows, experts.w13, items, ones.fill_(1.0), out_dtype=torch.float32, out=sums)
     with stage("moe.quantize"):
         return ops.quantize_hidden(
-            sums, offsets, cfg.activation, scales, rows.row_token, experts.b13, out=scratch[:3]
+            sums,
+            plan.expert_offsets,
+            cfg.activation,
+            scales,
+            rows.row_token,
+            experts.b13,
+            out=scratch[:3],
         )
 
 
@@ -352,7 +373,7 @@ def down(
         o = _view(o, (h.routed, cfg.hidden), torch.bfloat16)
     alpha = _alpha(gh, experts, scratch)
     options: dict[str, Any] = {"row_scale": gh, "bias": experts.b2, "out": o}
-    return grouped_gemm(h, experts.w2, plan.expert_offsets, alpha, **options)
+    return grouped_gemm(h, experts.w2, work_items(plan), alpha, **options)
 
 
 def _add_rows(
@@ -371,7 +392,7 @@ def _add_rows(
     target = ScatterTarget(sums, plan.row_token, weight)
     alpha = _alpha(gh, experts, scratch[9:-1])
     grouped_gemm_scatter_add(
-        h, experts.w2, plan.expert_offsets, alpha, target, row_scale=gh, bias=experts.b2
+        h, experts.w2, work_items(plan), alpha, target, row_scale=gh, bias=experts.b2
     )
     y = torch.empty(sums.shape, dtype=dtype, device=sums.device)
     return y.copy_(sums) if shared is None else torch.add(sums, shared, out=y)
@@ -403,9 +424,10 @@ def warmup(run: Run, max_tokens: int, cfg: MoEConfig, experts: Experts) -> None:
 
     def kind(count: int) -> tuple[object, ...]:
         rows = count * cfg.top_k
-        width = cfg.projections * cfg.intermediate
-        names = (config_name(rows, experts.num_experts, n) for n in (width, cfg.hidden))
-        return (*names, rows > ops.ONE_CTA_PAIRS)
+        first = config_name(rows, experts.w13.data, torch.float32 if experts.gh is None else None)
+        # rows that are added up are fp32, but change kernels at the same counts
+        second = config_name(rows, experts.w2.data, torch.bfloat16)
+        return first, second, rows > ops.ONE_CTA_PAIRS
 
     if experts.num_experts == 0:
         return

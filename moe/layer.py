@@ -74,6 +74,11 @@ class MoE(nn.Module):
     batch_invariant   True: a token has the same bits in any batch, whatever it costs. "sm90" sums
                       in another order for very few rows unless this pins one (over ranks it always
                       does); "torch" on a GPU refuses; the other backends do so anyway
+    schedule          of the GEMMs of "sm100" and "sim". "static": a cluster strides over the tiles,
+                      which cost about the same: balanced while nothing else runs on the GPU.
+                      "dynamic": clusters that are done early take more, by a counter in the
+                      scratch, for one question per tile; for GPUs that other kernels share. No bit
+                      depends on it
     parallel          `ExpertParallel`: this rank's experts of all ranks; None: one process owns
                       every expert it computes
     workspace         `Workspace` that several layers share, or None: scratch per call
@@ -106,6 +111,7 @@ class MoE(nn.Module):
         activation_scale: str = "per_token",
         deterministic: bool = True,
         batch_invariant: bool = False,
+        schedule: str = "static",
         parallel: ExpertParallel | None = None,
         workspace: Workspace | None = None,
     ) -> None:
@@ -117,7 +123,8 @@ class MoE(nn.Module):
             check_weights(cfg, weights)
             check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
             self.cfg = cfg
-            self.numerics = Numerics(activations, activation_scale, batch_invariant, deterministic)
+            orders = (batch_invariant, deterministic, schedule)
+            self.numerics = Numerics(activations, activation_scale, *orders)
             # a name is a promise; "auto" follows the tensors from device to device
             self._auto = backend == "auto" and parallel is None
             self.backend = self._usable(backend, weights.device)
@@ -314,7 +321,8 @@ class MoE(nn.Module):
         refuse_gradient(weights, "topk_weights")
         if shared is not None:
             check_shared(shared, tuple(flat.shape), flat.device)
-        return self._run(flat, ids, weights, shared).reshape(x.shape)
+        y = self._run(flat, ids, weights, shared)
+        return y if len(x.shape) == 2 else y.reshape(x.shape)
 
     def _check_quantised(self, x: Nvfp4Tensor) -> Nvfp4Tensor:
         hidden = self.cfg.hidden
@@ -339,7 +347,9 @@ class MoE(nn.Module):
                 f"topk_ids and topk_weights must both be (T, {self.cfg.top_k}) or (B, S, "
                 f"{self.cfg.top_k}), got {tuple(ids.shape)} and {tuple(weights.shape)}"
             )
-        flat_ids, flat_weights = ids.flatten(0, -2), weights.flatten(0, -2)
+        flat_ids, flat_weights = ids, weights
+        if ids.dim() > 2:
+            flat_ids, flat_weights = ids.flatten(0, -2), weights.flatten(0, -2)
         check_routing(flat_ids, flat_weights)
         if flat_ids.shape != (x.shape[0], self.cfg.top_k):
             raise ValueError(
@@ -352,7 +362,7 @@ class MoE(nn.Module):
 
     def _check_input(self, x: Tensor) -> Tensor:
         check_tokens(x, self.cfg.hidden, self.g13.device)
-        return x.flatten(0, -2)
+        return x if x.dim() == 2 else x.flatten(0, -2)
 
     def _run(self, x: Tokens, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         needs_gx = self.numerics.activation_scale == "static" and isinstance(x, Tensor)

@@ -25,6 +25,11 @@ def check_backend(
         )
     if name in kernels.KERNEL_BACKENDS:
         kernels.check_layer(name, cfg, numerics.activations)
+    elif numerics.schedule != "static":
+        raise ValueError(
+            f"schedule='dynamic' needs one of the backends {kernels.KERNEL_BACKENDS}: backend "
+            f"{name!r} has one schedule"
+        )
     if numerics.batch_invariant and name == "torch" and device.type != "cpu":
         raise ValueError(
             "backend 'torch' on a GPU leaves the order of sums to torch: a token would "

@@ -136,8 +136,12 @@ class LocalExperts:
     ) -> RoutingPlan:
         if not (self.on_kernels and local and ids.numel()):
             return make_plan(ids, weights, groups, first, local)
+        counter = None
+        if self.numerics.schedule == "dynamic":
+            counter = torch.empty(1, dtype=torch.int32, device=ids.device)
         with self._kernels_on(ids.device):
-            return RoutingPlan(*ops.sort_routes(ids, weights, groups, first, local))
+            rows = ops.sort_routes(ids, weights, groups, first, local, counter=counter)
+        return RoutingPlan(*rows, counter)
 
     def buffers(self, rows: int) -> list[Buffer]:
         """Scratch of `rows` for that many rows."""

@@ -52,9 +52,10 @@ def fastest(
 
 def chosen(shape: Shape, output: str) -> Family:
     """The kernel that `cute_kernels.config.choose_config` takes for a shape."""
-    from cute_kernels.config import choose_config
+    from cute_kernels.config import FP4_HIDDEN, choose_config
 
-    config = choose_config(shape.rows, len(shape.counts), shape.n)
+    out_bytes = FP4_HIDDEN if output == "fp4" else 2.0
+    config = choose_config(shape.rows, len(shape.counts), shape.n, shape.k, out_bytes)
     if config.decode:
         return next(f for f in cases.ours(output) if f.decode_rows)
     return Family("ours", output, 128 * config.ctas, config.tile_n, config.pairs, config.columns)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from cute_kernels.config import (
+    FP4_HIDDEN,
     SMEM_PER_CTA,
     TMEM_COLUMNS,
     GemmConfig,
@@ -90,21 +91,25 @@ def make_plan(cfg: MoEConfig, tokens: int, ranks: int, gpu: str, flow: str = "st
     }
     gemms = {}
     for name, (n, k) in sizes.items():
+        fp4_output = name == "L1" and flow == "static"
         if peaks.fp4 is None:
             gemms[name] = hopper_gemm(name, n, k, counts, SMS[gpu])
         else:
-            gemms[name] = blackwell_gemm(name, n, k, counts, SMS[gpu])
+            gemms[name] = blackwell_gemm(name, (n, k), counts, SMS[gpu], fp4_output)
         if gpu == "b200" and any(counts):
-            fp4_output = name == "L1" and flow == "static"
             found = forecast_chosen(counts, n, k, fp4_output=fp4_output)[1]
             gemms[name] = dataclasses.replace(gemms[name], forecast=found)
     return Plan(peaks, share, stages(cfg, share, flow), gemms)
 
 
-def blackwell_gemm(name: str, n: int, k: int, counts: list[int], sms: int) -> Gemm:
+def blackwell_gemm(
+    name: str, size: tuple[int, int], counts: list[int], sms: int, fp4_output: bool
+) -> Gemm:
     """What `cute_kernels.config.choose_config` takes. GPCs leave SMs over when clusters are large:
     fewer than ``sms`` can work."""
-    c = choose_config(sum(counts), len(counts), n)
+    n, k = size
+    out_bytes = FP4_HIDDEN if fp4_output else 2.0
+    c = choose_config(sum(counts), len(counts), n, k, out_bytes)
     row_tiles = sum(-(-rows // c.tile_rows) for rows in counts)
     tiles = row_tiles * -(-n // c.tile_columns)
     clusters = clusters_at_once(sms, c.cluster)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels import forecast as fc
-from cute_kernels.config import GemmConfig, choose_config
+from cute_kernels.config import FP4_HIDDEN, GemmConfig, choose_config
 
 PAIR = GemmConfig(2, 256)
 SHARED_ROWS = GemmConfig(2, 256, columns=2)
@@ -83,7 +83,7 @@ def test_published_rows_are_met() -> None:
 def test_every_chosen_configuration_has_a_forecast() -> None:
     for rows in (1, 64, 128, 4096):
         config, got = fc.forecast_chosen([rows] * 8, 4096, K, fp4_output=True)
-        assert config == choose_config(rows * 8, 8, 4096)
+        assert config == choose_config(rows * 8, 8, 4096, K, FP4_HIDDEN)
         assert got.low < got.us < got.high
         assert got.waves >= 1
         assert "not measured" in got.note

@@ -242,6 +242,7 @@ def op_inputs(name: str) -> tuple:
     data = Inputs(GATHERED)
     operands = (*data.a, *data.weights, data.offsets)
     operands = tuple(t.view(torch.uint8) if t.element_size() == 1 else t for t in operands)
+    operands = (*operands, torch.zeros(1, dtype=torch.int32))  # the counter
     n, rows = GATHERED.n, len(data.rows)
     store = (*operands, data.alpha, data.gx, data.bias)
     if name == "grouped_gemm":

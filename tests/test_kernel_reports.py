@@ -158,8 +158,9 @@ def test_tokens_and_experts_on_two_devices() -> None:
 
 def selectable() -> list[GemmConfig]:
     """Every configuration that `choose_config` returns for some size."""
-    sizes = [(r, n) for r in (1, 65, 129, 1000) for n in (64, 128, 256, 384, 512, 1024, 4096)]
-    return list(dict.fromkeys(choose_config(r, 1, n) for r, n in sizes))
+    rows, columns = (1, 65, 129, 1000), (64, 128, 256, 384, 512, 1024, 4096)
+    sizes = [(r, n, k) for r in rows for n in columns for k in (512, 2048, 8192)]
+    return list(dict.fromkeys(choose_config(r, 1, n, k) for r, n, k in sizes))
 
 
 def assert_blocks(got: Tensor, want: Tensor) -> None:

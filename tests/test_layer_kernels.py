@@ -102,7 +102,9 @@ def test_after_a_warm_up_no_token_count_compiles(static: bool) -> None:
     layer.experts(*routed(layer.cfg, 3))
     assert compiler.stats() == before
     kinds = {
-        gemm_ops.config_name(t * layer.cfg.top_k, 8, n) for t in range(1, limit) for n in (192, 256)
+        gemm_ops.config_name(t * layer.cfg.top_k, w, torch.bfloat16)
+        for t in range(1, limit)
+        for w in (layer.l1_data, layer.l2_data)
     }
     assert len(kinds) >= 4
 
@@ -172,7 +174,7 @@ def test_a_token_has_the_same_bits_under_every_configuration(static: bool) -> No
     seen = set()
     rows = {}
     for count in (1, 5, 100, 160):  # 1, 5, 100 and 160 rows per expert
-        seen.add(gemm_ops.config_name(count * 2, 2, 128))
+        seen.add(gemm_ops.config_name(count * 2, layer.l1_data, torch.float32))
         rows[count] = layer.experts(x[:count], ids[:count], mix[:count])
     assert len(seen) == 3
     for count, y in rows.items():

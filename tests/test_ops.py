@@ -228,9 +228,11 @@ def op_inputs() -> dict[str, tuple]:
     offsets, row_token, _, token_rows = plan(case)
     q = nvfp4.quantize(case.x())
     rows = torch.randn(18, 64).bfloat16()
+    *sorted_routes, counts = outputs(ops.sort_buffers(9, 2, 8, 3))
+    counter = torch.ones(1, dtype=torch.int32)
     received = (q.data, q.scale.view(torch.uint8), q.global_scale, row_token, offsets)
     return {
-        "sort_routes": (ids, weights, case.all_experts, 0, *outputs(ops.sort_buffers(9, 2, 8, 3))),
+        "sort_routes": (ids, weights, case.all_experts, 0, *sorted_routes, counter, counts),
         "quantize_rows": (
             *(case.x(), offsets, row_token, None, torch.rand(9)),
             *outputs(ops.quantize_buffers(9, 64, 18, 8)),

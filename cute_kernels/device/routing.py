@@ -151,6 +151,7 @@ class CountRoutes(Routes):
 class SortRoutes(Routes):
     """top_k   slots per token
     spread  several CTAs, whose counts `CountRoutes` left in ``counts``
+    counted a work counter, int32 (1,), is set to 0 for the kernels that follow
 
     topk_ids (T, K) global ids; weights fp32 (T, K); counts int32 (ctas, E); pairs = T * K;
     first_expert: global id of local expert 0; global_experts: ids at and past it are ignored, like
@@ -161,17 +162,19 @@ class SortRoutes(Routes):
 
     top_k: int = 1
     spread: bool = False
+    counted: bool = False
 
     @property
     def name(self) -> str:
-        spread = "_spread" if self.spread else ""
-        return f"sort_routes_e{self.num_experts}_k{self.top_k}_{self.ids.lower()}{spread}"
+        flags = ("_spread" if self.spread else "") + ("_counter" if self.counted else "")
+        return f"sort_routes_e{self.num_experts}_k{self.top_k}_{self.ids.lower()}{flags}"
 
     @property
     def arguments(self) -> tuple:
         i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
         inputs = (self.ids_argument, f32, i32 if self.spread else None, "i32", "i32")
-        return (inputs, (i32, i32, f32, i32), "i32", "i32", "i32")
+        outputs = (i32, i32, f32, i32, i32 if self.counted else None)
+        return (inputs, outputs, "i32", "i32", "i32")
 
     @cute.jit
     def __call__(self, inputs, outputs, pairs, rows, ctas, stream):
@@ -184,7 +187,7 @@ class SortRoutes(Routes):
 
     @cute.kernel
     def kernel(self, inputs, counts, outputs, pairs, rows, ctas):
-        expert_offsets, row_token, row_weight, token_rows = outputs
+        expert_offsets, row_token, row_weight, token_rows, counter = outputs
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         sCount = self.shared(self.warps * self.num_experts)  # (warp, expert)
@@ -207,6 +210,9 @@ class SortRoutes(Routes):
         for i in cutlass.range(total + cta * self.threads + tid, rows, ctas * self.threads):
             ptx.store_u32(row_token.toint() + Int64(i) * 4, Int32(-1))
             ptx.store_f32(row_weight.toint() + Int64(i) * 4, cutlass.Float32(0.0))
+        if cutlass.const_expr(self.counted):  # noqa: SIM102 (one is compile-time)
+            if cta == 0 and tid == 0:
+                ptx.store_u32(counter.toint(), Int32(0))
         ptx.allow_next_kernel()
 
     @cute.jit
@@ -236,7 +242,7 @@ class SortRoutes(Routes):
     @cute.jit
     def place_pairs(self, inputs, outputs, counts, begin, stop, tid):
         """Rows of this warp's pairs, and what the rows hold."""
-        _, row_token, row_weight, token_rows = outputs
+        _, row_token, row_weight, token_rows, _ = outputs
         sFirst, sCount = counts
         weights = inputs[1].toint()
         lane, warp = tid % WARP, tid // WARP

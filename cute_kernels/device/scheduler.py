@@ -90,8 +90,8 @@ def find_tile(offsets, num_experts, item, n_tiles, tile_rows: cutlass.Constexpr)
 
 @cute.jit
 def edges_of(offsets, first, num_experts):
-    """expert_offsets[first : first + PER_LANE + 1]; past the last expert the last one repeats, which
-    makes empty experts."""
+    """expert_offsets[first : first + PER_LANE + 1]; past the last expert the last one repeats:
+    empty experts."""
     near = cutlass.min(first, num_experts)
     address, left = offsets + Int64(near) * 4, num_experts - near
     return [

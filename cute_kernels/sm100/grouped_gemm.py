@@ -16,7 +16,7 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from cute_kernels.compile import Ptr
@@ -254,16 +254,18 @@ class Sm100GroupedGemm:
         if cutlass.const_expr(self.pdl):
             ptx.wait_for_previous_kernel()
 
+        first = self.find(offsets, problem, cute.arch.block_idx()[0] // c.cluster)
+        items = (first, ring)
         if warp == self.schedule_warp:
             if rank == 0:
-                self.schedule_loop(ring, offsets.toint(), problem)
+                self.schedule_loop(items, offsets, problem)
         elif warp >= LOAD_WARP:
-            self.load_loop((atoms, tensors), operands, bars, ring, rows, problem.k)
+            self.load_loop((atoms, tensors), operands, bars, items, rows, problem.k)
         elif warp == MMA_WARP:
             if rank % c.ctas == 0:
-                self.mma_loop(operands, tmem, bars, ring, problem.k)
+                self.mma_loop(operands, tmem, bars, items, problem.k)
         else:
-            self.epilogue_loop(tmem, bars, ring, scratch, epilogue, problem.n)
+            self.epilogue_loop(tmem, bars, items, scratch, epilogue, problem.n)
 
         self.sync()
         if cutlass.const_expr(self.pdl):
@@ -300,30 +302,36 @@ class Sm100GroupedGemm:
     # ---- schedule
 
     @cute.jit
-    def schedule_loop(self, ring, offsets, problem):
-        """Find the items of this cluster, one after another, and publish them; the last one does
-        not exist."""
+    def find(self, offsets, problem, item):
+        """The `Tile` of a work item of this kernel's clusters."""
+        columns = self.config.tile_columns
+        n_tiles = (problem.n + (columns - 1)) // columns
+        tile_rows = self.config.tile_rows
+        return find_tile(offsets.toint(), problem.experts, item, n_tiles, tile_rows)
+
+    @cute.jit
+    def schedule_loop(self, items, offsets, problem):
+        """Find the items of this cluster after the first, which every warp finds by itself, one
+        after another, and publish them; the last one does not exist."""
         c = self.config
-        n_tiles = (problem.n + (c.tile_columns - 1)) // c.tile_columns
+        tile, ring = items
         clusters = cute.arch.grid_dim()[0] // c.cluster
         item = cute.arch.block_idx()[0] // c.cluster
         count = Int32(0)
-        more = Boolean(True)
-        while more:
-            work = find_tile(offsets, problem.experts, item, n_tiles, c.tile_rows)
-            publish(ring, count, work, c.cluster)
+        while tile.found:
+            item = next_item(item, clusters, problem.counter)
+            tile = self.find(offsets, problem, item)
+            publish(ring, count, tile, c.cluster)
             count += 1
-            more = work.found
-            if more:
-                item = next_item(item, clusters, problem.counter)
-            elif cutlass.const_expr(c.dynamic):
-                reset(item, clusters, problem.counter, work.items)
+        if cutlass.const_expr(c.dynamic):
+            reset(item, clusters, problem.counter, tile.items)
 
     # ---- loads
 
     @cute.jit
-    def load_loop(self, maps, operands, bars, ring, rows, k):
-        """Fill the stages: rows, weights and both scales of one K tile; the leader arms ab_full."""
+    def load_loop(self, maps, operands, bars, items, rows, k):
+        """Fill the stages: rows, weights and both scales of one K tile; the leader arms ab_full.
+        ``items``: the first `Tile`, and the ring of those after it."""
         c = self.config
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -333,7 +341,7 @@ class Sm100GroupedGemm:
         arms = rank % c.ctas == 0 and warp == LOAD_WARP
         step = Int32(0)
         count = Int32(0)
-        work = take(ring, count, c.cluster)
+        work, ring = items
         while work.found:
             tile = self.plan.tile(c, work, rank)
             copy_rows, copy_row_scales = row_load.copy_fn(
@@ -362,8 +370,8 @@ class Sm100GroupedGemm:
                     copy_weights(k_tile, s, full)
                     copy_weight_scales(k_tile, s, full)
                 step += 1
-            count += 1
             work = take(ring, count, c.cluster)
+            count += 1
 
     # ---- MMA
 
@@ -396,7 +404,7 @@ class Sm100GroupedGemm:
         return copy, descriptors, part.partition_D(destination)
 
     @cute.jit
-    def mma_loop(self, operands, tmem, bars, ring, k):
+    def mma_loop(self, operands, tmem, bars, items, k):
         """Scale copies and MMAs; commits free the stages and announce the accumulator."""
         c = self.config
         mma, _ = self.tiled_mmas()
@@ -417,7 +425,7 @@ class Sm100GroupedGemm:
         k_tiles = (k + (c.tile_k - 1)) // c.tile_k
         step = Int32(0)
         count = Int32(0)
-        work = take(ring, count, c.cluster)
+        work, ring = items
         while work.found:
             acc_full, acc_empty, phase = self.acc_barriers(bars, count)
             cute.arch.mbarrier_wait(acc_empty, phase ^ 1)
@@ -442,8 +450,8 @@ class Sm100GroupedGemm:
                 step += 1
             with cute.arch.elect_one():
                 tcgen05.commit(acc_full, pair_mask, self.cta_group)
-            count += 1
             work = take(ring, count, c.cluster)
+            count += 1
 
     @cute.jit
     def multiply(self, n: cutlass.Constexpr, tCtAcc, fragments, sfb_shift, k_tile, stage):
@@ -473,7 +481,7 @@ class Sm100GroupedGemm:
     # ---- epilogue
 
     @cute.jit
-    def epilogue_loop(self, tmem, bars, ring, scratch, args, n):
+    def epilogue_loop(self, tmem, bars, items, scratch, args, n):
         """TMEM -> registers, ``width`` columns at a time; thread t of the CTA owns accumulator row
         t."""
         c, plan = self.config, self.plan
@@ -495,7 +503,7 @@ class Sm100GroupedGemm:
         leader = rank // c.ctas * c.ctas
         lane_row = rank % c.ctas * 128 + tid
         count = Int32(0)
-        work = take(ring, count, c.cluster)
+        work, ring = items
         while work.found:
             acc_full, acc_empty, phase = self.acc_barriers(bars, count)
             tile = plan.tile(c, work, rank)
@@ -514,8 +522,8 @@ class Sm100GroupedGemm:
                 if i == release_after - 1:
                     self.release_accumulator(acc_empty, leader)
                 plan.store(self.epilogue, args, begun, values, where, j, scratch)
-            count += 1
             work = take(ring, count, c.cluster)
+            count += 1
 
     @cute.jit
     def release_accumulator(self, acc_empty, leader):

@@ -1,8 +1,9 @@
 """Work items of a cluster: one warp finds them, all other warps take them from a small ring.
 
-The scheduler warp of the first CTA walks `find_tile` ahead of everyone and stores each item into
-the shared memory of every CTA of its cluster. Which item comes next is the one difference between
-the two ways to schedule:
+The first item follows from the number of the cluster: every warp finds it by itself, and the first
+loads do not wait for anyone. For the items after it the scheduler warp of the first CTA walks
+`find_tile` ahead of everyone and stores each one into the shared memory of every CTA of its
+cluster. Which item comes next is the one difference between the two ways to schedule:
 
     static   item + number of clusters
     dynamic  an atomic counter in global memory: a cluster that is done early takes more
@@ -51,7 +52,7 @@ def slot_of(count):
 
 @cute.jit
 def publish(ring, count, tile, cluster: cutlass.Constexpr):
-    """Give the ``count``-th item to every CTA, when the slot is free."""
+    """Give the ``count``-th item after the first to every CTA, when the slot is free."""
     s, phase = slot_of(count)
     mbarrier_wait(ring.bars + DEPTH + s, phase ^ 1)
     slot = ring.slots[(None, s)].iterator
@@ -67,7 +68,7 @@ def publish(ring, count, tile, cluster: cutlass.Constexpr):
 
 @cute.jit
 def take(ring, count, cluster: cutlass.Constexpr):
-    """The ``count``-th item, for a whole warp."""
+    """The ``count``-th item after the first, for a whole warp."""
     s, phase = slot_of(count)
     mbarrier_wait(ring.bars + s, phase)
     words = cute.make_rmem_tensor(WORDS, Int32)

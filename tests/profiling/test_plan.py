@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import compile as compiler
-from cute_kernels.config import SMEM_PER_CTA, GemmConfig, choose_config
+from cute_kernels.config import FP4_HIDDEN, SMEM_PER_CTA, GemmConfig, choose_config
 from moe import __main__ as cli
 from moe.explain import MODELS
 from profiling import plan as plans
@@ -22,8 +22,8 @@ PRO = MODELS["deepseek-v4-pro"]
 def test_the_choice_is_the_kernels_own(tokens: int) -> None:
     plan = make_plan(PRO, tokens, ranks=8, gpu="b200")
     share = Share.expected(PRO, tokens, 8)
-    for name, n in (("L1", 2 * 3072), ("L2", 7168)):
-        config = choose_config(round(share.rows), 48, n)
+    for name, n, k, out_bytes in (("L1", 2 * 3072, 7168, FP4_HIDDEN), ("L2", 7168, 3072, 2.0)):
+        config = choose_config(round(share.rows), 48, n, k, out_bytes)
         gemm = plan.gemms[name]
         assert gemm.kernel == f"sm100 {config.name}" and gemm.stages == config.stages
         assert gemm.in_flight >= 96 * 1024, "less would not fill the memory system"
@@ -32,11 +32,11 @@ def test_the_choice_is_the_kernels_own(tokens: int) -> None:
 
 def test_tiles_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """1000 rows on 2 experts, K 256, N 300: 3 and 1 row tiles of 256, 2 column tiles of 256."""
-    monkeypatch.setattr(plans, "choose_config", lambda rows, experts, n: GemmConfig(2, 256))
-    gemm = plans.blackwell_gemm("L1", 300, 256, [744, 256], sms=148)
+    monkeypatch.setattr(plans, "choose_config", lambda *sizes: GemmConfig(2, 256))
+    gemm = plans.blackwell_gemm("L1", (300, 256), [744, 256], 148, False)
     assert gemm.tile == (256, 256, 256) and gemm.cluster == 2
     assert gemm.tiles == (3 + 1) * 2 and gemm.waves == 1
-    assert plans.blackwell_gemm("L1", 300, 256, [744, 256], sms=4).waves == 4
+    assert plans.blackwell_gemm("L1", (300, 256), [744, 256], 4, False).waves == 4
 
 
 def test_rows_are_spread_evenly() -> None:
