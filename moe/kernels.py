@@ -72,6 +72,7 @@ class Experts(NamedTuple):
     gx: Tensor | None
     b13: Tensor | None
     b2: Tensor | None
+    ones: Tensor  # fp32 (E,): the factors of sums that the quantiser scales
     first_expert: int
     num_experts: int
 
@@ -86,7 +87,9 @@ def experts_of(tensors: dict[str, Any], first_expert: int) -> Experts:
     w2 = Weights(tensors["l2_data"], tensors["l2_scale"])
     g13, g2 = tensors["g13"], tensors["g2"]
     gh, gx, b13, b2 = (tensors.get(name) for name in ("gh", "gx", "b13", "b2"))
-    return Experts(w13, w2, g13, g2, gh, gx, b13, b2, first_expert, w2.data.shape[0])
+    ones = tensors.get("ones")  # a layer keeps them
+    ones = torch.ones_like(g2) if ones is None else ones
+    return Experts(w13, w2, g13, g2, gh, gx, b13, b2, ones, first_expert, w2.data.shape[0])
 
 
 # ---- scratch
@@ -115,7 +118,6 @@ def _row_buffers(
         *ops.row_hidden_buffers(rows, inter, experts),
         # rows of L2 take the place of the sums of L1, which are quantised by then
         Buffer("sums_or_o", (size,), torch.uint8),
-        Buffer("ones", (experts,), torch.float32),
     ]
 
 
@@ -179,16 +181,20 @@ def run_kernels(
     scratch = allocate(buffers, x.device, workspace)
     counter = scratch.pop() if numerics.schedule == "dynamic" else None
     mix = topk_weights.float()
+    chain = scratch[9:-1]
+    alpha = outer_alpha(experts, chain)
     with kernels_on(x.device):
         with stage("moe.route"):
             plan = route_rows(topk_ids, mix, cfg, experts, scratch[:5], counter)
         with stage("moe.quantize"):
             rows, gx = quantise(x, topk_ids, mix, plan, cfg, experts, numerics, scratch)
-        h, gh = hidden(rows, gx, plan, cfg, experts, scratch[9:-1])
+        h, gh = hidden(rows, gx, plan, cfg, experts, chain)
+        factors = (alpha, gh)
         with stage("moe.l2"):
             if not numerics.deterministic:
-                return _add_rows(h, gh, plan, cfg, experts, scratch, shared, dtype)
-            o = down(h, gh, plan, cfg, experts, scratch[9:-1])
+                y = scratch[-1].zero_()
+                return _add_rows(h, factors, plan, cfg, experts, y, shared, dtype)
+            o = down(h, factors, plan, cfg, experts, chain)
         with stage("moe.combine"):
             return combine_rows(o, plan, mix, cfg, shared, dtype)
 
@@ -281,12 +287,13 @@ def run_received(
         _fit(memory, buffer)
         for memory, buffer in zip(scratch, received_buffers(count, cfg, experts))
     ]
+    alpha = outer_alpha(experts, fitted[3:])
     with kernels_on(data.device):
         with stage("moe.quantize"):
             rows, gx = _received(data, scale, gx, plan, fitted[:3])
         h, gh = hidden(rows, gx, plan, cfg, experts, fitted[3:])
         with stage("moe.l2"):
-            return down(h, gh, plan, cfg, experts, fitted[3:])
+            return down(h, (alpha, gh), plan, cfg, experts, fitted[3:])
 
 
 def received_buffers(rows: int, cfg: MoEConfig, experts: Experts) -> list[Buffer]:
@@ -331,10 +338,9 @@ def hidden(
             )
         return h, None
     # The outer scale of a row needs the whole row, which no tile has: sums go through memory.
-    memory, ones = scratch[3:]
-    sums = _view(memory, (rows.routed, cfg.projections * cfg.intermediate), torch.float32)
+    sums = _view(scratch[3], (rows.routed, cfg.projections * cfg.intermediate), torch.float32)
     with stage("moe.l1"):
-        grouped_gemm(rows, experts.w13, items, ones.fill_(1.0), out_dtype=torch.float32, out=sums)
+        grouped_gemm(rows, experts.w13, items, experts.ones, out_dtype=torch.float32, out=sums)
     with stage("moe.quantize"):
         return ops.quantize_hidden(
             sums,
@@ -351,46 +357,45 @@ def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return memory[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
 
 
-def _alpha(gh: Tensor | None, experts: Experts, scratch: list[Tensor]) -> Tensor:
-    """Outer scale of L2 by expert: g2, times gh where rows have none of their own."""
-    if gh is not None:
-        return experts.g2
-    assert experts.gh is not None
-    return torch.mul(experts.gh, experts.g2, out=scratch[-1])
+def outer_alpha(experts: Experts, scratch: list[Tensor]) -> Tensor:
+    """Outer scale of L2 by expert: g2, times gh where rows have none of their own. In front of all
+    kernels of a call: between two of them it would keep the second from starting early."""
+    return experts.g2 if experts.gh is None else torch.mul(experts.gh, experts.g2, out=scratch[-1])
 
 
 def down(
     h: Rows,
-    gh: Tensor | None,
+    factors: tuple[Tensor, Tensor | None],
     plan: RoutingPlan,
     cfg: MoEConfig,
     experts: Experts,
     scratch: list[Tensor],
 ) -> Tensor:
-    """o (R, H) bf16, in the memory before the last of ``scratch``."""
-    o = scratch[-2]
-    if gh is not None:  # where the sums of L1 were
-        o = _view(o, (h.routed, cfg.hidden), torch.bfloat16)
-    alpha = _alpha(gh, experts, scratch)
+    """o (R, H) bf16. ``factors``: `outer_alpha`, and the outer scales of rows that have some."""
+    alpha, gh = factors
+    if gh is None:
+        o = scratch[2]
+    else:  # where the sums of L1 were
+        o = _view(scratch[3], (h.routed, cfg.hidden), torch.bfloat16)
     options: dict[str, Any] = {"row_scale": gh, "bias": experts.b2, "out": o}
     return grouped_gemm(h, experts.w2, work_items(plan), alpha, **options)
 
 
 def _add_rows(
     h: Rows,
-    gh: Tensor | None,
+    factors: tuple[Tensor, Tensor | None],
     plan: RoutingPlan,
     cfg: MoEConfig,
     experts: Experts,
-    scratch: list[Tensor],
+    sums: Tensor,
     shared: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """y (T, H): L2 adds weighted rows to their tokens in fp32, in no given order."""
-    sums = scratch[-1].zero_()
+    """y (T, H): L2 adds weighted rows to their tokens in fp32, in no given order. ``sums`` (T, H)
+    is 0."""
+    alpha, gh = factors
     weight = None if cfg.weight_on_input else plan.row_weight
     target = ScatterTarget(sums, plan.row_token, weight)
-    alpha = _alpha(gh, experts, scratch[9:-1])
     grouped_gemm_scatter_add(
         h, experts.w2, work_items(plan), alpha, target, row_scale=gh, bias=experts.b2
     )

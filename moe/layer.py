@@ -75,10 +75,8 @@ class MoE(nn.Module):
                       in another order for very few rows unless this pins one (over ranks it always
                       does); "torch" on a GPU refuses; the other backends do so anyway
     schedule          of the GEMMs of "sm100" and "sim". "static": a cluster strides over the tiles,
-                      which cost about the same: balanced while nothing else runs on the GPU.
-                      "dynamic": clusters that are done early take more, by a counter in the
-                      scratch, for one question per tile; for GPUs that other kernels share. No bit
-                      depends on it
+                      which cost about the same. "dynamic": clusters that are done early take more,
+                      for GPUs that other kernels share. No bit depends on it
     parallel          `ExpertParallel`: this rank's experts of all ranks; None: one process owns
                       every expert it computes
     workspace         `Workspace` that several layers share, or None: scratch per call
@@ -161,6 +159,7 @@ class MoE(nn.Module):
             if tensor is not None and tensor.dtype == torch.float8_e4m3fn:
                 tensor = tensor.view(torch.uint8)
             self.register_buffer(name, tensor)
+        self.register_buffer("ones", torch.ones_like(weights.g2), persistent=False)
 
     def _local(self, weights: ExpertWeights | kernels_sm90.PackedExperts) -> LocalExperts:
         ranks = 1 if self.parallel is None else self.parallel.size

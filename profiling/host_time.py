@@ -85,7 +85,8 @@ def parts(moe: MoE, tokens: int) -> dict[str, Part]:
     rows, gx = kernels.quantise(x, ids, mix, plan, cfg, local, numerics, scratch)
     chain = scratch[9:-1]
     h, gh = kernels.hidden(rows, gx, plan, cfg, local, chain)
-    o = kernels.down(h, gh, plan, cfg, local, chain)
+    factors = (kernels.outer_alpha(local, chain), gh)
+    o = kernels.down(h, factors, plan, cfg, local, chain)
     return {
         "MoE.experts": lambda: moe.experts(x, ids, mix),
         "checks of the layer": lambda: moe._check_ids(moe._check_input(x), ids, mix),
@@ -95,7 +96,8 @@ def parts(moe: MoE, tokens: int) -> dict[str, Part]:
         "sort_routes": lambda: kernels.route_rows(ids, mix, cfg, local, scratch[:5]),
         "quantize_rows": lambda: kernels.quantise(x, ids, mix, plan, cfg, local, numerics, scratch),
         "L1": lambda: kernels.hidden(rows, gx, plan, cfg, local, chain),
-        "L2": lambda: kernels.down(h, gh, plan, cfg, local, chain),
+        "alpha of L2": lambda: kernels.outer_alpha(local, chain),
+        "L2": lambda: kernels.down(h, factors, plan, cfg, local, chain),
         "combine": lambda: kernels.combine_rows(o, plan, mix, cfg, None, x.dtype),
     }
 

@@ -18,13 +18,14 @@ from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
 from tests.sm100.configs import DECODE, MAIN, names
 
 REGISTERS = 65536  # of an SM: of a CTA, as no second one fits
-FOUR = MAIN[-1]
+FOUR = GemmConfig(2, 256, columns=2)
 
 KERNELS = [
     (GatheredRows(), ActivationQuantize(SwiGLU()), GemmConfig(1, 128)),
     (GatheredRows(), ActivationQuantize(SwiGLUOAI(), biased=True), GemmConfig(2, 256)),
     (GatheredRows(), ActivationQuantize(SwiGLU()), FOUR),
     (ContiguousRows(), StoreRows(), FOUR),
+    (ContiguousRows(), StoreRows(), MAIN[-1]),
     (GatheredRows(), ActivationQuantize(SwiGLU()), DECODE),
     (ContiguousRows(), ActivationQuantize(ReLU2(), indexed=False), DECODE),
     (ContiguousRows(), StoreRows(row_scaled=True, biased=True), DECODE),
