@@ -169,6 +169,9 @@ _SMALL, _NARROW = _both(GemmConfig(1, 128)), _both(GemmConfig(2, 128))
 _MEDIUM = _both(GemmConfig(2, 128, columns=2))
 _PREFILL = [_both(GemmConfig(2, 256, columns=columns)) for columns in (1, 2, 4)]
 MARGIN = 0.98  # a larger cluster must save this much: it rounds more of the columns up
+# Clusters of eight: replays of the kernels (docs/forecast.md) find them ahead for these K alone.
+# Longer ones wait for the MMAs of 120 SMs, shorter ones for their stores.
+EIGHT_K = range(1024, 2049)
 
 
 def choose_config(
@@ -184,9 +187,9 @@ def choose_config(
         R <= 208   two CTA pairs of 128 columns that share their rows: there are few waves, which
                    small tiles fill better
         else       a CTA pair, or two or four that share their rows: what takes the fewest
-                   `column_clocks`. Large clusters leave SMs idle and save bytes over the fabric,
-                   which limits short K: there are stores to weigh in. (Pairs that share weights
-                   save as many, but round the rows of an expert up to 512.)
+                   `column_clocks`, four pairs for K in `EIGHT_K` only. Large clusters leave SMs
+                   idle and save bytes over the fabric. (Pairs that share weights save as many, but
+                   round the rows of an expert up to 512.)
 
     `cute_kernels.forecast` finds little that is faster: tests/sm100/test_config.py.
     """
@@ -199,7 +202,7 @@ def choose_config(
     if rows <= 208 * experts:
         return _MEDIUM[dynamic]
     best, least = _PREFILL[0], float("inf")
-    for candidate in _PREFILL:
+    for candidate in _PREFILL if k in EIGHT_K else _PREFILL[:2]:
         clocks = column_clocks(candidate[0], n, k, out_bytes)
         if clocks < least * MARGIN:
             best, least = candidate, clocks

@@ -113,11 +113,11 @@ def _row_buffers(
             Buffer("o", (o_rows, hidden), torch.bfloat16),
             Buffer("alpha", (experts,), torch.float32),
         ]
-    size = max(o_rows * hidden * 2, rows * projections * inter * 4)
+    size = max(o_rows * hidden, rows * projections * inter * 2)
     return [
         *ops.row_hidden_buffers(rows, inter, experts),
         # rows of L2 take the place of the sums of L1, which are quantised by then
-        Buffer("sums_or_o", (size,), torch.uint8),
+        Buffer("sums_or_o", (size,), torch.bfloat16),
     ]
 
 
@@ -338,7 +338,8 @@ def hidden(
             )
         return h, None
     # The outer scale of a row needs the whole row, which no tile has: sums go through memory.
-    sums = _view(scratch[3], (rows.routed, cfg.projections * cfg.intermediate), torch.float32)
+    width = cfg.projections * cfg.intermediate
+    sums = scratch[3].view(torch.float32).as_strided((rows.routed, width), (width, 1))
     with stage("moe.l1"):
         grouped_gemm(rows, experts.w13, items, experts.ones, out_dtype=torch.float32, out=sums)
     with stage("moe.quantize"):
@@ -351,10 +352,6 @@ def hidden(
             experts.b13,
             out=scratch[:3],
         )
-
-
-def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return memory[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
 
 
 def outer_alpha(experts: Experts, scratch: list[Tensor]) -> Tensor:
@@ -376,7 +373,7 @@ def down(
     if gh is None:
         o = scratch[2]
     else:  # where the sums of L1 were
-        o = _view(scratch[3], (h.routed, cfg.hidden), torch.bfloat16)
+        o = scratch[3].as_strided((h.routed, cfg.hidden), (cfg.hidden, 1))
     options: dict[str, Any] = {"row_scale": gh, "bias": experts.b2, "out": o}
     return grouped_gemm(h, experts.w2, work_items(plan), alpha, **options)
 

@@ -26,6 +26,7 @@ SMS = {"b200": 148, "gb200": 148, "b300": 148, "h200": 132, "h100": 132}
 
 
 RING_BYTES = 4 * (2 * 8 + 8 * 4)  # `cute_kernels.sm100.schedule`: barriers and items, 4 deep
+EXCHANGE_BYTES = 4 * 4 * 16 * 36  # `cute_kernels.device.lanes`: four warps turn a decode tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,7 @@ def shared_memory(c: GemmConfig) -> dict[str, int]:
         "N codes": c.stages * n_rows * c.tile_k // 2,
         "M scales": c.stages * 128 * c.tile_k // 16,
         "N scales": c.stages * c.sfb_rows * c.tile_k // 16,
+        "turned tile": EXCHANGE_BYTES if c.decode else 0,
         "barriers, items": 8 * (2 * c.stages + (2 if c.overlapped else 4)) + RING_BYTES + 4,
     }
     return out | {"free": SMEM_PER_CTA - sum(out.values())}

@@ -59,6 +59,27 @@ def test_the_sort_kernel_sets_the_counter(ctas: int, monkeypatch: pytest.MonkeyP
         assert_same(g, w, "routes")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("tokens", [1, 45, 3000])
+def test_the_sort_kernel_sets_the_counter_on_a_gpu(tokens: int) -> None:
+    """Whenever a CUDA graph runs it, and one CTA of several does it alone."""
+    case = Case(tokens, experts=5, top_k=3, routing="holes", first=2)
+    ids, weights = (t.cuda() for t in case.routes())
+    sizes = (case.all_experts, case.first, case.experts, 7)
+    around = torch.full((3,), 7, dtype=torch.int32, device="cuda")
+    ops.sort_routes(ids, weights, *sizes, counter=around[1:2])  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.sort_routes(ids, weights, *sizes, counter=around[1:2])
+    for _ in range(2):
+        around.fill_(7)
+        graph.replay()
+        assert around.tolist() == [7, 0, 7]
+        for g, w in zip(got, plan(case, 7)):
+            assert_same(g, w, "routes")
+
+
 # ---- GEMMs
 
 

@@ -62,6 +62,8 @@ def test_memory_adds_up(config: GemmConfig) -> None:
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-1]], ids=lambda c: c.name)
 def test_the_kernel_asks_for_this_shared_memory(config: GemmConfig) -> None:
     from cute_kernels import sim
+    from cute_kernels.device.lanes import SCRATCH
+    from cute_kernels.sm100.grouped_gemm import EPILOGUE_WARPS
     from cute_kernels.sm100.schedule import DEPTH, WORDS
     from profiling.timeline_sim import Specimen, prepare
 
@@ -70,6 +72,7 @@ def test_the_kernel_asks_for_this_shared_memory(config: GemmConfig) -> None:
         launch()
     shared = plans.shared_memory(config)
     assert plans.RING_BYTES == DEPTH * (2 * 8 + 4 * WORDS)
+    assert plans.EXCHANGE_BYTES == 4 * EPILOGUE_WARPS * SCRATCH
     used = sum(shared.values()) - shared["free"]
     assert used <= s.launches[0].smem_bytes <= used + 4096, "alignment, and nothing else"
 

@@ -10,6 +10,7 @@ import pytest
 
 from cute_kernels import config as config_module
 from cute_kernels.config import (
+    EIGHT_K,
     FP4_HIDDEN,
     SMEM_PER_CTA,
     TMEM_COLUMNS,
@@ -71,8 +72,8 @@ def test_every_kind_of_rows_is_one_range(experts: int, hidden: int, inter: int) 
 
 
 def lost(rows: Callable[[int, int], list[int]], each: int) -> list[float]:
-    """Forecast of what is chosen over that of the best of all tested configurations, less 1; of
-    real models."""
+    """Forecast of what is chosen over that of the best of all tested configurations, less 1, of
+    real models. Where replays do not find clusters of eight ahead, they do not take part."""
     out = []
     for experts, hidden, inter in MODELS[:-1]:
         for n, k, out_bytes in ((2 * inter, hidden, FP4_HIDDEN), (hidden, inter, 2.0)):
@@ -80,7 +81,7 @@ def lost(rows: Callable[[int, int], list[int]], each: int) -> list[float]:
             us = {
                 c: forecast(c, counts, n, k, fp4_output=out_bytes < 1).us
                 for c in MAIN + OTHER
-                if not (c.decode and each > 128)
+                if not (c.decode and each > 128) and (c.cluster < 8 or k in EIGHT_K)
             }
             taken = us[choose_config(sum(counts), experts, n, k, out_bytes)]
             out.append(taken / min(us.values()) - 1)
@@ -108,12 +109,13 @@ def test_the_forecast_finds_little_that_is_faster(rows: Callable[[int, int], lis
 
 def test_choosing_by_bytes_alone_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "_PREFILL", config_module._PREFILL[:2])
-    assert sum(lost(even, 1024)) / (2 * len(MODELS) - 2) > 0.03
+    assert sum(lost(even, 1024)) / (2 * len(MODELS) - 2) > 0.02
 
 
 def test_short_k_takes_the_larger_cluster_where_much_is_stored() -> None:
     pair, four, eight = (GemmConfig(2, 256, columns=columns) for columns in (1, 2, 4))
     assert choose_config(512 * 8, 8, 7168, 2048) == eight  # the fabric limits
+    assert {choose_config(512 * 8, 8, 7168, k) for k in (512, 3072)} == {four}
     assert choose_config(512 * 8, 8, 7168, 7168, FP4_HIDDEN) == four  # the tensor pipe does
     assert choose_config(512 * 8, 8, 256, 2048) == pair  # a second pair would have no columns
     assert column_clocks(four, 1024, 2048, 2.0) < column_clocks(pair, 1024, 2048, 2.0)
