@@ -32,7 +32,7 @@ from cute_kernels.launch import (
 )
 from cute_kernels.nvfp4 import BLOCK, check_expert_offsets
 from cute_kernels.sm90 import host
-from cute_kernels.sm90.config import DECODE, MIDDLE, PREFILL, Sm90Config, choose_config
+from cute_kernels.sm90.config import CONFIGS, DECODE, MIDDLE, Sm90Config, choose_config
 from cute_kernels.sm90.layout import ALPHA_FACTOR
 from cute_kernels.sm90.weights import (
     Sm90Weight,
@@ -61,7 +61,7 @@ __all__ = [
 ]
 _ARCH = host.ARCH
 warming_up = compiler.warming_up
-_CONFIGS = {c.name: c for c in (DECODE, MIDDLE, PREFILL)}
+_CONFIGS = {c.name: c for c in CONFIGS}
 
 
 def sm90_available(device: torch.device) -> Availability:
@@ -91,8 +91,8 @@ def config_name(num_rows: int, num_experts: int, batch_invariant: bool = False) 
 
 def gathers_well(config: str) -> bool:
     """Is L1 with ``row_token`` faster than rows laid out expert-major first? Few rows: one launch
-    less. Many: cp.async by 32 lanes costs the main loop more than the copy (sm90/README.md)."""
-    return config != PREFILL.name
+    less. Many: cp.async costs the main loop more than the copy (sm90/README.md)."""
+    return config in (DECODE.name, MIDDLE.name)
 
 
 def gemm_scratch(num_rows: int, weight: Sm90Weight, config: str) -> tuple[int, int]:

@@ -143,11 +143,11 @@ def tensor_memory(c: GemmConfig) -> dict[str, int]:
 
 def hopper_gemm(name: str, n: int, k: int, counts: list[int], sms: int) -> Gemm:
     """What `cute_kernels.sm90.config.choose_config` takes. Weights are M, tokens are N."""
-    from cute_kernels.sm90.config import SMEM_SM
+    from cute_kernels.sm90.config import SMEM_SM, chunk_steps
     from cute_kernels.sm90.config import choose_config as choose
 
     c = choose(sum(counts), len(counts))
-    steps = -(-padded(k, 128) // (128 * c.split_steps)) if c.split_k else 1
+    steps = -(-padded(k, 128) // (128 * chunk_steps(k, c)))
     row_tiles = -(-n // (128 * c.row_tiles))
     tiles = steps * row_tiles * sum(-(-rows // c.max_tokens) for rows in counts)
     stage = c.weight_stage_bytes + c.row_stage_bytes

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.sm90.config import CONSUMER_WARPS
 from moe.explain import find_config
 from profiling.timeline import Slice, Timeline
 
@@ -74,7 +73,7 @@ def from_iket(trace: dict[str, Any], ctas: int, title: str) -> Timeline:
         cta, warp = places[where]["ctaId"][0], places[where]["warpId"]
         if cta >= ctas:
             continue
-        consumer = warp < CONSUMER_WARPS
+        consumer = any(p.name == "main loop" for p in spans)
         row = f"consumer {warp}" if consumer else "producer"
         start, end = (t - origin for t in lives[where])
         outer = Span("finish" if consumer else "schedule", start, end)

@@ -267,10 +267,10 @@ def test_configurations_by_tokens() -> None:
             kernels_sm90.configuration(t, cfg, free) for t in (first, first + 1, second)
         )
         assert left != right == last
-    pinned = Numerics(batch_invariant=True)  # these two sum in the same order
+    pinned = Numerics(batch_invariant=True)  # these sum in the same order
     names = [kernels_sm90.configuration(t, cfg, pinned) for t in range(1, 9000, 37)]
-    assert set(names) == {"middle", "prefill"}
-    assert len(kernels_sm90.last_of_each_configuration(8192, cfg, pinned)) == 2
+    assert set(names) == {"middle", "trio", "duo", "prefill"}
+    assert len(kernels_sm90.last_of_each_configuration(8192, cfg, pinned)) == 4
     assert kernels_sm90.last_of_each_configuration(0, cfg, free) == []
 
 

@@ -9,7 +9,7 @@ from cute_kernels.sm90 import layout
 
 SMEM_LIMIT = 227 * 1024  # bytes one CTA may have on SM90
 SMEM_SM = 228 * 1024  # bytes of one SM; each resident CTA costs 1 KB more than it asks for
-CONSUMER_WARPS = 8  # two warpgroups, each with one m64 of every 128-row tile
+SM_REGISTERS = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,11 @@ class Sm90Config:
     stage_k64   k64 blocks of one pipeline stage (1 or 2)
     num_stages  pipeline stages
     ctas_per_sm persistent CTAs per SM
-    split_steps 0: a unit of work is all of K. Otherwise it is a chunk of at most so many steps of
-    128 k; fp32 partial
-                sums go through global memory and a second kernel adds them in chunk order.
+    split_steps 0: a unit of work is all of K. Otherwise it is a chunk of about so many steps of
+                128 k (`chunk_steps`); fp32 partial sums go through global memory and a second
+                kernel adds them in chunk order.
+    warpgroups  of consumers: 2 share a tile, each with one m64 of every 128 rows; 1 has both, so
+                that one CTA of an SM decodes, or stores its tile, while another multiplies
     warp_tokens N up to which warps multiply with mma.sync (`warp_loop`), instead of wgmma
     burst       k16 steps of wgmma issued back to back (1 or 4). A wgmma holds its warp until its
                 registers are read: 1 decodes in between, 4 lets the other warpgroup decode
@@ -41,6 +43,7 @@ class Sm90Config:
     num_stages: int
     ctas_per_sm: int
     split_steps: int = 0
+    warpgroups: int = 2
     warp_tokens: int = 0
     burst: int = 1
     epilogue_tokens: int = 128
@@ -54,6 +57,8 @@ class Sm90Config:
             raise ValueError(
                 f"row_tiles and stage_k64 are 1 or 2, got {self.row_tiles}, {self.stage_k64}"
             )
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups is 1 or 2, got {self.warpgroups}")
         if self.max_tokens % self.box_rows or self.box_rows % 8:
             raise ValueError(
                 f"box_rows {self.box_rows} must divide {self.max_tokens} and be a multiple of 8"
@@ -87,34 +92,52 @@ class Sm90Config:
         return self.max_tokens * self.stage_k64 * layout.BLOCK_K * 2
 
     @property
+    def threads(self) -> int:
+        """A whole warpgroup gives its registers away; one of its warps works, or all four
+        (`loads.GatheredRows`)."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def blocks64(self) -> int:
+        """64-row blocks of the CTA tile that one warpgroup multiplies: its accumulators."""
+        return 2 * self.row_tiles // self.warpgroups
+
+    @property
     def producer_registers(self) -> int:
-        """setmaxnreg of the producer warpgroup and of the consumers: 128 * producer + 256 *
-        consumer registers must not exceed what 384 threads get at launch (168 each, or 80 with two
-        CTAs per SM)."""
-        if self.ctas_per_sm == 1:
-            return 56  # GatheredRows keeps the tokens of its rows
-        return 32
+        """setmaxnreg of the producer warpgroup."""
+        return 56 if self.ctas_per_sm == 1 else 32  # GatheredRows keeps the tokens of its rows
 
     @property
     def consumer_registers(self) -> int:
-        if self.ctas_per_sm == 1:
-            return 224
-        return 104
+        """setmaxnreg of the consumers: what all threads get at launch, less the producers'."""
+        launch = SM_REGISTERS // (self.threads * self.ctas_per_sm) // 8 * 8
+        left = launch * (self.warpgroups + 1) - self.producer_registers
+        return min(left // self.warpgroups // 8 * 8, 240)
 
     @property
     def smem_bytes(self) -> int:
         stages = self.num_stages * (self.weight_stage_bytes + self.row_stage_bytes + 16)
-        staging = 0 if self.split_k else 2 * self.epilogue_tokens * 128
+        staging = 0 if self.split_k else self.warpgroups * self.epilogue_tokens * 128
         return stages + staging + 1024 + 512
 
 
-# 14 steps: 1792 k, 129 KB of weights for 128 rows. 6 experts of K 7168 or 3072 fill 264 CTAs to
-# 0.87 and 0.85
-DECODE = Sm90Config("decode", 1, (8, 16), 2, 8, 2, split_steps=14, warp_tokens=16)
+DECODE = Sm90Config("decode", 1, (8, 16), 2, 8, 2, split_steps=8, warp_tokens=16)
+MAX_CHUNKS = 4  # of K: each costs a unit's start and a pass over the partial sums
 MIDDLE = Sm90Config(
     "middle", 2, (8, 16, 24, 32, 40, 48), 2, 3, 2, warp_tokens=24, epilogue_tokens=48
 )
+TRIO = Sm90Config(
+    "trio", 1, tuple(range(8, 65, 8)), 1, 5, 3, warpgroups=1, burst=4, epilogue_tokens=32
+)
+DUO = Sm90Config(
+    "duo", 1, tuple(range(16, 161, 16)), 1, 4, 2,
+    warpgroups=1, burst=4, epilogue_tokens=64, box_rows=16,
+)  # fmt: skip
 PREFILL = Sm90Config("prefill", 1, tuple(range(16, 257, 16)), 1, 5, 1, burst=4, box_rows=32)
+
+
+CONFIGS = (DECODE, MIDDLE, TRIO, DUO, PREFILL)
+_MOST_ROWS = ((MIDDLE, 36), (TRIO, 54), (DUO, 150))  # rows per expert; measured, see README.md
 
 
 def chunk_steps(k: int, config: Sm90Config) -> int:
@@ -123,17 +146,18 @@ def chunk_steps(k: int, config: Sm90Config) -> int:
     steps = -(-k // layout.TILE_K)
     if not config.split_k:
         return steps
-    chunks = -(-steps // config.split_steps)
+    chunks = min(-(-steps // config.split_steps), MAX_CHUNKS)
     return -(-steps // chunks)
 
 
 def choose_config(num_rows: int, num_experts: int, batch_invariant: bool = False) -> Sm90Config:
     """From shapes alone: few rows per expert stream weights, many feed the tensor cores.
 
-    MIDDLE and PREFILL add all of K into one accumulator in the same order, so their bits are equal
+    All but DECODE add all of K into one accumulator in the same order, so their bits are equal
     (those of mma.sync and wgmma too, see README.md); DECODE adds sums of chunks.
     ``batch_invariant`` leaves DECODE out.
     """
     if 2 * num_rows <= num_experts and not batch_invariant:
         return DECODE
-    return MIDDLE if num_rows <= 40 * num_experts else PREFILL
+    fitting = (c for c, most in _MOST_ROWS if num_rows <= most * num_experts)
+    return next(fitting, PREFILL)

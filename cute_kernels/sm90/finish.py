@@ -33,6 +33,11 @@ def make_finish(gemm: Any) -> Any:
     return kind(gemm.epilogue, gemm.config)
 
 
+def first_row(config: Sm90Config, tile: Any, block: int, warpgroup: Int32) -> Int32:
+    """First packed weight row of a warpgroup's block of 64."""
+    return ((tile.m * config.blocks64 + block) * config.warpgroups + warpgroup) * 64
+
+
 class TileScales:
     """Row scales of a tile of ``n`` tokens, 32 to a register: lane l of register i has that of
     token 32 i + l. One load each, all in flight together; reading one is a shuffle."""
@@ -81,10 +86,8 @@ class DirectFinish:
         buffer = staging + half * (tokens * 128)
         features = args.weight_rows // (2 // self.epilogue.values_per_pair)
         scales = TileScales(self.epilogue, epilogue_args, tile, n)
-        for m in cutlass.range_constexpr(self.config.row_tiles):
-            row = (
-                tile.m * self.config.row_tiles + m
-            ) * 128 + half * 64  # packed weight row of the warpgroup
+        for m in cutlass.range_constexpr(self.config.blocks64):
+            row = first_row(self.config, tile, m, half)
             mine = row + thread // 32 * 16 + cute.arch.lane_idx() // 4
             context = self.epilogue.begin(
                 epilogue_args,
@@ -186,8 +189,8 @@ class WideFinish:
         lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
         features = args.weight_rows // (2 // per_pair)
         scales = TileScales(self.epilogue, epilogue_args, tile, n)
-        for m in cutlass.range_constexpr(self.config.row_tiles):
-            group = (tile.m * self.config.row_tiles + m) * 8 + tidx // 32 % 4 + tidx // 128 * 4
+        for m in cutlass.range_constexpr(self.config.blocks64):
+            group = first_row(self.config, tile, m, tidx // 128) // 16 + tidx // 32 % 4
             row = group * 16 + lane // 4  # packed weight row
             context = self.epilogue.begin(
                 epilogue_args,
@@ -229,13 +232,8 @@ class SplitFinish:
         half, thread, lane = tidx // 128, tidx % 128, cute.arch.lane_idx()
         stride = Int64(padded_rows(args))
         origin = args.partial.toint() + (Int64(tile.chunk) * args.num_rows + tile.row0) * stride * 4
-        for m in cutlass.range_constexpr(self.config.row_tiles):
-            row = (
-                (tile.m * self.config.row_tiles + m) * 128
-                + half * 64
-                + thread // 32 * 16
-                + lane // 4
-            )
+        for m in cutlass.range_constexpr(self.config.blocks64):
+            row = first_row(self.config, tile, m, half) + thread // 32 * 16 + lane // 4
             if row < stride:
                 for v in cutlass.range_constexpr(n // 2):
                     token = v // 4 * 8 + lane % 4 * 2 + v % 2

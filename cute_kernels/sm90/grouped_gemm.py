@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cute_kernels.compile import Ptr
 from cute_kernels.device.ptx import allow_next_kernel, wait_for_previous_kernel
 from cute_kernels.sm90 import layout
-from cute_kernels.sm90.config import CONSUMER_WARPS, Sm90Config
+from cute_kernels.sm90.config import Sm90Config
 from cute_kernels.sm90.dequant import decode_step
 from cute_kernels.sm90.epilogues import StoreRows
 from cute_kernels.sm90.finish import Combine, make_finish, num_chunks
@@ -28,9 +28,6 @@ from cute_kernels.sm90.loads import ContiguousRows, GatheredRows
 from cute_kernels.sm90.scheduler import TILE_WORDS, Tile, TokenSplit, load_tile
 from cute_kernels.sm90.warp_loop import WarpLoop
 
-PRODUCER_WARP = CONSUMER_WARPS
-# a whole warpgroup gives its registers away; one of its warps works, or all four (GatheredRows)
-THREADS = 32 * (CONSUMER_WARPS + 4)
 TILE_SLOTS = 4  # tiles announced ahead
 WORDS = layout.BLOCK_BYTES // 4
 
@@ -145,6 +142,10 @@ class Sm90GroupedGemm:
         return args, self.epilogue.arguments
 
     @property
+    def consumer_warps(self) -> int:
+        return 4 * self.config.warpgroups
+
+    @property
     def split(self) -> TokenSplit:
         return TokenSplit(self.config.max_tokens, self.config.token_step)
 
@@ -156,7 +157,7 @@ class Sm90GroupedGemm:
         self.kernel.set_name_prefix(self.name)
         self.kernel(tma, tX, args, epilogue_args).launch(
             grid=[args.ctas, 1, 1],
-            block=[THREADS, 1, 1],
+            block=[self.config.threads, 1, 1],
             min_blocks_per_mp=self.config.ctas_per_sm,
             preferred_smem_carveout=100,
             use_pdl=True,
@@ -181,19 +182,20 @@ class Sm90GroupedGemm:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.config.num_stages):
                     cute.arch.mbarrier_init(shared.ab_full + s, 1 + self.load.arrivals)
-                    cute.arch.mbarrier_init(shared.ab_empty + s, 32 * CONSUMER_WARPS)
+                    cute.arch.mbarrier_init(shared.ab_empty + s, 32 * self.consumer_warps)
                 for s in cutlass.range_constexpr(TILE_SLOTS):
                     cute.arch.mbarrier_init(shared.tile_full + s, 1)
-                    cute.arch.mbarrier_init(shared.tile_empty + s, CONSUMER_WARPS + self.load.warps)
+                    waiting = self.consumer_warps + self.load.warps
+                    cute.arch.mbarrier_init(shared.tile_empty + s, waiting)
                 cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         wait_for_previous_kernel()
         geometry = self._geometry(args)
-        if warp >= PRODUCER_WARP:
+        if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if warp == PRODUCER_WARP:
+            if warp == self.consumer_warps:
                 self.produce(tma, tX, args, geometry, shared)
-            elif warp <= PRODUCER_WARP + self.load.warps:
+            elif warp <= self.consumer_warps + self.load.warps:
                 self.load.run(self, args, geometry, shared)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
@@ -216,7 +218,7 @@ class Sm90GroupedGemm:
         staging = None
         if not c.split_k:
             staging = smem.allocate_tensor(
-                Uint32, cute.make_layout(2 * c.epilogue_tokens * 32), 128
+                Uint32, cute.make_layout(c.warpgroups * c.epilogue_tokens * 32), 128
             )
             staging = Int32(staging.iterator.toint())
         tiles = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, TILE_SLOTS)), 16)
@@ -338,7 +340,7 @@ class Sm90GroupedGemm:
 
     @cute.jit
     def consume(self, tidx: Int32, args: Any, epilogue_args: Any, geometry: Any, shared: Any):
-        """Eight warps: wait for a tile, run the main loop of its size, finish."""
+        """All consumer warps: wait for a tile, run the main loop of its size, finish."""
         c = self.config
         lane = cute.arch.lane_idx()
         finish = make_finish(self)
@@ -419,7 +421,7 @@ class Sm90GroupedGemm:
         tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))  # (MMA, MMA_N, MMA_K, slab)
         accs = [
             cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)
-            for _ in range(c.row_tiles)
+            for _ in range(c.blocks64)
         ]
         fragments = [
             cute.make_rmem_tensor(mma.partition_shape_A((64, layout.BLOCK_K)), BFloat16)
@@ -431,18 +433,18 @@ class Sm90GroupedGemm:
         # in a register, and unknown to the assembler: lop3 takes one immediate
         exponent = Uint32(layout.SCALE_EXPONENT) | Uint32(steps >> 30)
         codes, scales = shared.codes[None, thread, None], shared.scales[None, thread // 4, None]
-        per_stage = c.row_tiles * c.stage_k64
-        blocks = 2 * c.row_tiles  # of one step of 128 k
+        per_stage = c.blocks64 * c.stage_k64
+        blocks = 2 * c.blocks64  # of one step of 128 k
         self.wait_full(shared, stage, phase)
         word = cute.make_rmem_tensor((4,), Uint32)
         scale = cute.make_rmem_tensor((2,), Uint32)
-        self._load(0, stage, half, codes, scales, word, scale)
+        self.load_block(0, 0, stage, half, codes, scales, word, scale)
         for k16 in cutlass.range_constexpr(4):
             self._decode(k16, word, scale, exponent, fragments[0])
         for step in cutlass.range(steps, unroll=1):
             for q in cutlass.range_constexpr(blocks):
-                fragment, acc = fragments[q % 2], accs[q % c.row_tiles]
-                slab = stage * c.stage_k64 + q // c.row_tiles % c.stage_k64
+                fragment, acc = fragments[q % 2], accs[q % c.blocks64]
+                slab = stage * c.stage_k64 + q // c.blocks64 % c.stage_k64
                 self._multiply(range(c.burst), mma, acc, fragment, tB, slab)
                 warpgroup.wait_group(
                     1
@@ -459,7 +461,8 @@ class Sm90GroupedGemm:
                 if q + 1 < blocks or step + 1 < steps:
                     if cutlass.const_expr((q + 1) % per_stage == 0):
                         self.wait_full(shared, stage, phase)
-                    self._load((q + 1) % blocks, stage, half, codes, scales, word, scale)
+                    k64, block = divmod((q + 1) % blocks, c.blocks64)
+                    self.load_block(k64, block, stage, half, codes, scales, word, scale)
                 for k16 in cutlass.range_constexpr(4):
                     if cutlass.const_expr(k16 >= c.burst):
                         self._multiply((k16,), mma, acc, fragment, tB, slab)
@@ -491,9 +494,10 @@ class Sm90GroupedGemm:
         warpgroup.commit_group()
 
     @cute.jit
-    def _load(
+    def load_block(
         self,
-        q: cutlass.Constexpr,
+        k64: cutlass.Constexpr,
+        block: cutlass.Constexpr,
         stage: Int32,
         half: Int32,
         codes: Any,
@@ -501,12 +505,13 @@ class Sm90GroupedGemm:
         word: Any,
         scale: Any,
     ):
-        """Codes (4 words) and scales (2 words) of block q of a step, which lies in ``stage``."""
+        """Codes (4 words) and scales (2 words) of a warpgroup's block of 64 rows, at ``k64`` of the
+        step that lies in ``stage``."""
         c = self.config
-        k64, row_tile = divmod(q, c.row_tiles)
-        block = ((stage * c.row_tiles + row_tile) * c.stage_k64 + k64 % c.stage_k64) * 2 + half
-        cute.autovec_copy(codes[None, block], word)
-        cute.autovec_copy(scales[None, block], scale)
+        row_tile, half = (block, half) if c.warpgroups == 2 else divmod(block, 2)
+        at = ((stage * c.row_tiles + row_tile) * c.stage_k64 + k64 % c.stage_k64) * 2 + half
+        cute.autovec_copy(codes[None, at], word)
+        cute.autovec_copy(scales[None, at], scale)
 
     @cute.jit
     def _decode(

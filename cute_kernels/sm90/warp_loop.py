@@ -44,7 +44,7 @@ class WarpLoop:
         thread, half = tidx % 128, cute.arch.make_warp_uniform(tidx // 128)
         lane = tidx % 32
         codes, scales = shared.codes[None, thread, None], shared.scales[None, thread // 4, None]
-        accs = [cute.make_rmem_tensor((n // 2,), Float32) for _ in range(c.row_tiles)]
+        accs = [cute.make_rmem_tensor((n // 2,), Float32) for _ in range(c.blocks64)]
         for acc in accs:
             acc.fill(0.0)
         # in a register, and unknown to the assembler: lop3 takes one immediate
@@ -60,12 +60,10 @@ class WarpLoop:
                 for t in cutlass.range_constexpr(n // 8):
                     at = slab + t * (8 * ROW_BYTES)
                     tokens.append([w for chunk in chunks for w in load_matrices(at + chunk)])
-                blocks = [
-                    self._load(k64, m, stage, half, codes, scales) for m in range(c.row_tiles)
-                ]
+                blocks = [self._load(k64, m, stage, half, codes, scales) for m in range(c.blocks64)]
                 if cutlass.const_expr(k64 == c.stage_k64 - 1):
                     self.gemm.release(stage, shared)
-                for m in cutlass.range_constexpr(c.row_tiles):
+                for m in cutlass.range_constexpr(c.blocks64):
                     word, scale = blocks[m]
                     for k16 in cutlass.range_constexpr(4):
                         first = k16 // 2 * 2
@@ -83,13 +81,9 @@ class WarpLoop:
         return accs, stage, phase
 
     def _load(self, k64: int, m: int, stage: Int32, half: Int32, codes: Any, scales: Any):
-        """Codes (4 words) and scales (2 words) of block (128-row tile m, k64) of a stage."""
-        c = self.gemm.config
-        block = ((stage * c.row_tiles + m) * c.stage_k64 + k64) * 2 + half
         word = cute.make_rmem_tensor((4,), Uint32)
         scale = cute.make_rmem_tensor((2,), Uint32)
-        cute.autovec_copy(codes[None, block], word)
-        cute.autovec_copy(scales[None, block], scale)
+        self.gemm.load_block(k64, m, stage, half, codes, scales, word, scale)
         return word, scale
 
 

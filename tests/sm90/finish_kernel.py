@@ -12,8 +12,6 @@ from cute_kernels.sm90.epilogues import StoreRows
 from cute_kernels.sm90.finish import DirectFinish, WideFinish
 from cute_kernels.sm90.scheduler import Tile
 
-THREADS = 256  # the two warpgroups of consumers
-
 
 class Out(NamedTuple):
     out: Any
@@ -22,7 +20,7 @@ class Out(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """One tile of one CTA. acc fp32 (row_tiles, N / 2, 256): register v of each thread."""
+    """One tile of one CTA. acc fp32 (blocks64, N / 2, threads): register v of each consumer."""
 
     epilogue: StoreRows
     config: Sm90Config
@@ -30,6 +28,10 @@ class Finish:
     @property
     def name(self) -> str:
         return f"finish_{self.config.name}_{self.epilogue.name}_n{self.config.max_tokens}"
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.config.warpgroups
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -40,7 +42,7 @@ class Finish:
     def __call__(self, acc, args, epilogue_args, expert, row0, tokens, stream):  # type: ignore[no-untyped-def]
         self.kernel.set_name_prefix(self.name)
         self.kernel(acc, args, epilogue_args, expert, row0, tokens).launch(
-            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(1, 1, 1), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -48,7 +50,7 @@ class Finish:
         tidx, _, _ = cute.arch.thread_idx()
         n, c = self.config.max_tokens, self.config
         accs = self.load(acc, tidx)
-        staging = cute.arch.alloc_smem(Uint8, 2 * c.epilogue_tokens * 128, alignment=1024)
+        staging = cute.arch.alloc_smem(Uint8, self.threads * c.epilogue_tokens, alignment=1024)
         tile = Tile(expert, Int32(0), row0, tokens, Int32(0), Int32(0))
         kind = WideFinish if self.epilogue.dtype == "Float32" else DirectFinish
         address = Int32(staging.toint())
@@ -56,11 +58,11 @@ class Finish:
 
     def load(self, acc, tidx):  # type: ignore[no-untyped-def]
         c, registers = self.config, self.config.max_tokens // 2
-        mAcc = cute.make_tensor(acc, cute.make_layout(c.row_tiles * registers * THREADS))
+        mAcc = cute.make_tensor(acc, cute.make_layout(c.blocks64 * registers * self.threads))
         accs = []
-        for m in range(c.row_tiles):
+        for m in range(c.blocks64):
             rAcc = cute.make_rmem_tensor(cute.make_layout(registers), Float32)
             for v in range(registers):
-                rAcc[v] = mAcc[(m * registers + v) * THREADS + tidx]
+                rAcc[v] = mAcc[(m * registers + v) * self.threads + tidx]
             accs.append(rAcc)
         return accs

@@ -21,7 +21,7 @@ MARKS = [
     ),
 ]
 
-CONFIGS = (configs.DECODE, configs.MIDDLE, configs.PREFILL)
+CONFIGS = configs.CONFIGS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,8 @@ class Sum(Activation):
 
 
 SMALL = dataclasses.replace(configs.PREFILL, token_sizes=(16, 64), epilogue_tokens=32, box_rows=16)
-CONFIGS = {"prefill": SMALL, "middle": configs.MIDDLE}
+PAIR = dataclasses.replace(SMALL, name="pair", warpgroups=1)
+CONFIGS = {"prefill": SMALL, "middle": configs.MIDDLE, "pair": PAIR}
 ACTIVATIONS: dict[str, Activation | None] = {"store": None, "gated": Sum(), "relu2": ReLU2()}
 EXPERT, EXPERTS, ROW0 = 1, 3, 5
 
@@ -49,7 +50,7 @@ def make(config: configs.Sm90Config, rows: int, kind: str, seed: int = 0) -> Inp
     but the first."""
     g = torch.Generator().manual_seed(seed)
     n = config.max_tokens
-    acc = torch.randn((config.row_tiles, n // 2, 256), generator=g)
+    acc = torch.randn((config.blocks64, n // 2, 128 * config.warpgroups), generator=g)
     alpha = torch.rand((EXPERTS, 2), generator=g) + 0.5
     count = ROW0 + n
     scale = torch.rand(count if kind == "scaled" else 3 * count, generator=g) + 0.5
@@ -68,14 +69,14 @@ def expected(i: Inputs, rows: int, tokens: int, activation: Activation | None) -
     """fp32 (tokens, features) from the fragment layout of wgmma's accumulators (PTX ISA)."""
     from cute_kernels.torch_math import TORCH_MATH
 
-    tiles, registers, _ = i.acc.shape
-    values = torch.empty((registers * 2, tiles * 128))  # (token, packed row)
-    thread, v = torch.arange(256)[None], torch.arange(registers)[:, None]
+    blocks, registers, threads = i.acc.shape
+    values = torch.empty((registers * 2, blocks * threads // 2))  # (token, packed row)
+    thread, v = torch.arange(threads)[None], torch.arange(registers)[:, None]
     lane, group = thread % 32, thread // 32 % 4 + thread // 128 * 4
-    token = (v // 4 * 8 + lane % 4 * 2 + v % 2).expand(registers, 256)
+    token = (v // 4 * 8 + lane % 4 * 2 + v % 2).expand(registers, threads)
     row = group * 16 + lane // 4 + v // 2 % 2 * 8
-    for m in range(tiles):
-        values[token, m * 128 + row] = i.acc[m]
+    for m in range(blocks):  # side by side: the warpgroups, then the next block of each
+        values[token, m * threads // 2 + row] = i.acc[m]
     values = values[:tokens, :rows]
     alpha = i.alpha[EXPERT][torch.arange(rows) // 8 % 2]
     if i.row_scale is not None:

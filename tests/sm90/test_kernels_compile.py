@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 # opcodes of sm_90 SASS: the low 12 bits of an instruction of 16 bytes
 HGMMA, WARPGROUP, LDL, STL = 0xDF0, 0x9C5, 0x983, 0x387
 HMMA = 0x23C
-CONFIGS = (configs.DECODE, configs.MIDDLE, configs.PREFILL)
+CONFIGS = configs.CONFIGS
 
 
 def gemm(config: configs.Sm90Config, epilogue: str = "store", gathered: bool = False) -> object:
@@ -57,7 +57,7 @@ def opcodes(cubin: bytes) -> list[int]:
 
 def check_multiplications(config: configs.Sm90Config, ptx: str, code: list[int]) -> None:
     """The instructions of every inlined main loop, and none that ptxas adds when it gives up."""
-    blocks = 2 * config.row_tiles
+    blocks = 2 * config.blocks64
     warp = [n for n in config.token_sizes if n <= config.warp_tokens]
     sizes = config.token_sizes[len(warp) :]
     assert code.count(HMMA) == sum(blocks * 4 * n // 8 for n in warp)
@@ -79,10 +79,16 @@ def check_multiplications(config: configs.Sm90Config, ptx: str, code: list[int])
     "epilogue, gathered", [("store", False), ("swiglu", False), ("swiglu", True)]
 )
 def test_code(config: configs.Sm90Config, epilogue: str, gathered: bool) -> None:
+    """Every main loop once, then the smallest and the largest: those between differ in N alone."""
+    if epilogue != "store":
+        config = dataclasses.replace(config, token_sizes=(config.token_step, config.max_tokens))
     dump = compiler.dump(gemm(config, epilogue, gathered), "sm_90a")
     load = "gather_" if gathered else ""
     assert f".entry sm90_w4a16_{config.name}_{load}{epilogue}" in dump.ptx.replace(".visible ", "")
-    assert ".reqntid 384" in dump.ptx and f".minnctapersm {config.ctas_per_sm}" in dump.ptx
+    assert (
+        f".reqntid {config.threads}" in dump.ptx
+        and f".minnctapersm {config.ctas_per_sm}" in dump.ptx
+    )
     assert "cp.async.bulk.shared::cluster.global" in dump.ptx
     assert ("cp.async.bulk.tensor.2d" in dump.ptx) != gathered
     assert ("cp.async.cg.shared.global" in dump.ptx) == gathered
@@ -128,9 +134,14 @@ def test_config_refuses_what_cannot_launch() -> None:
 
 def test_chunks_depend_on_k_alone() -> None:
     assert configs.chunk_steps(7168, configs.DECODE) == 14
-    assert configs.chunk_steps(3072, configs.DECODE) == 12
-    assert configs.chunk_steps(2880, configs.DECODE) == 12
+    assert configs.chunk_steps(4096, configs.DECODE) == 8
+    assert configs.chunk_steps(3072, configs.DECODE) == 8
+    assert configs.chunk_steps(2880, configs.DECODE) == 8
+    assert configs.chunk_steps(768, configs.DECODE) == 6
     assert configs.chunk_steps(7168, configs.PREFILL) == 56
     assert configs.choose_config(6, 48) is configs.DECODE
     assert configs.choose_config(384, 48) is configs.MIDDLE
+    assert configs.choose_config(48 * 48, 48) is configs.TRIO
+    assert configs.choose_config(64 * 48, 48) is configs.DUO
     assert configs.choose_config(24576, 48) is configs.PREFILL
+    assert configs.choose_config(6, 48, batch_invariant=True) is configs.MIDDLE
