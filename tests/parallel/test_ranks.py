@@ -32,7 +32,7 @@ def compare(results: list[dict[str, Any]], calls: list[Call]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_bits_of_one_rank(size: int, tmp_path: Path) -> None:
     workspace = size == 3  # scratch of exactly plan_memory bytes, poisoned
     results = values(run_ranks(size, jobs.matrix, workspace, path=tmp_path, timeout=240.0))
