@@ -107,15 +107,15 @@ class RouterKernels:
     ``routed_scaling_factor``.
 
     The digits of the router's weight follow it: made at the first call, and anew, in the same
-    memory, when the weight is another tensor or was written to. Code of torch.compile does not
-    look: it follows what `load_state_dict` writes alone.
+    memory, when the weight is another tensor or was written to. Code of torch.compile and weights
+    made in torch.inference_mode do not show that: they follow `load_state_dict` alone.
     """
 
     def __init__(self, cfg: MoEConfig, simulated: bool = False) -> None:
         self.simulated = simulated  # CPU tensors run the kernels in the simulator
         self.cfg, self.how = cfg, selection(cfg, cfg.routed_scaling_factor)
         self._source: Tensor | None = None  # kept: its address cannot become another weight's
-        self._version = 0
+        self._version = (0, 0)
         self._weights: RouterWeights | None = None
 
     @classmethod
@@ -128,13 +128,15 @@ class RouterKernels:
     def refresh(self, weight: Tensor | None) -> None:
         """The weight was written to: so are its digits, if there are any."""
         if self._weights is not None and weight is not None:
+            self._source = None
             self.weights(weight)
 
     def weights(self, weight: Tensor) -> RouterWeights:
         """``weight`` (E, H) as the kernels read it."""
         if torch.compiler.is_compiling():
             return self._weights or router_ops.pack_weights(weight)
-        version = 0 if weight.is_inference() else weight._version
+        # an inference tensor counts no writes; a new .data counts none either, but moves
+        version = (0 if weight.is_inference() else weight._version, weight.data_ptr())
         old = self._weights
         if old is None or weight is not self._source or version != self._version:
             new = router_ops.pack_weights(weight)

@@ -228,8 +228,15 @@ def test_digits_follow_the_weight() -> None:
         assert [t.data_ptr() for t in now] == addresses
         for got, want in zip(now, pack_weights(changed)):
             assert_same(got.view(torch.int32), want.view(torch.int32), "digits")
+    weight = torch.ones(10, 64)
+    router.weights(weight)
+    weight.data = torch.full((10, 64), 3.0)
+    assert torch.equal(router.weights(weight).digits, pack_weights(weight).digits)
     with torch.inference_mode():
         ones = torch.ones(10, 64)
+        assert torch.equal(router.weights(ones).digits, pack_weights(ones).digits)
+        ones.mul_(-1)
+        router.refresh(ones)
         assert torch.equal(router.weights(ones).digits, pack_weights(ones).digits)
 
 

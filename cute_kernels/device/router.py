@@ -326,6 +326,7 @@ class RouterFew(RouterLogits):
         # before the wait: no kernel that starts another early writes weights
         parts = [self.load_digits(digits.toint(), tile, first + i, lane) for i in range(each)]
         ptx.wait_for_previous_kernel()
+        ptx.allow_next_kernel()  # it waits for the end of this one: its start is hidden
         elements = [
             [self.load_elements(x.toint(), row, self.column(first + i, lane)) for row in rows]
             for i in range(each)
@@ -338,7 +339,6 @@ class RouterFew(RouterLogits):
             b = [tile_half(parts[i], n) for n in range(2)]
             multiply_digits(a, b, (sums, (0, SUMS * 4)), UPPER_PAIRS + LOWEST_PAIRS)
         self.add_up(inputs, logits, sums, sRow, (token_tile * 16, num_tokens, tile, num_experts))
-        ptx.allow_next_kernel()
 
     @cute.jit
     def row_maxima(self, elements, sRow, lane, warp):

@@ -148,6 +148,7 @@ class RouterTopK:
             cute.make_layout(self.parts * WARP),
         )
         ptx.wait_for_previous_kernel()
+        ptx.allow_next_kernel()  # it waits for the end of this one: its start is hidden
         row = logits.toint() + Int64(token) * (self.num_experts * 4)
         offsets = self.load_bias(bias, lane)  # in flight with the logits
         if cutlass.const_expr(self.scoring == "softmax"):
@@ -169,7 +170,6 @@ class RouterTopK:
                 chosen = self.best(keys, lane)
             weight = self.score(sScore, chosen, total)
             self.store(outputs, token, lane, (chosen, weight, padding), factor)
-        ptx.allow_next_kernel()
 
     def experts(self, lane):
         return [lane + WARP * r for r in range(self.parts)]
