@@ -16,12 +16,12 @@ of tokens a rank and every skew, over calls with other tokens each:
 
 Medians over the calls. On GPUs ranks start together (a collective, then a delay in which the hosts
 catch up), and modes that wait for nothing are replayed from a CUDA graph with its events inside:
-"places", "parts" (the same, and one half travels while the other is computed) and "replicated",
-where each rank has the tokens of all. The others ("counts", "summed") cannot be captured: their
-times contain those of their host. On CPUs all is wall clock. "skew" is the busiest rank's share of
-the slots over the average share; a skew that so many ranks cannot have is left out. "bytes" is what
-all ranks really sent to others, dispatch and return; the program fails if the formulas of
-`ExpertParallel` say otherwise.
+"places", "parts" (the same, and one half travels while the other is computed), "summed" ("places"
+with pre_reduce) and "replicated", where each rank has the tokens of all. "counts" cannot be
+captured: its times contain those of its host. On CPUs all is wall clock. "skew" is the busiest
+rank's share of the slots over the average share; a skew that so many ranks cannot have is left out.
+"bytes" is what all ranks really sent to others, dispatch and return; the program fails if the
+formulas of `ExpertParallel` say otherwise.
 
 One machine's CPUs tell nothing about a fabric: figures of gloo are there to show that the program
 works.
@@ -70,7 +70,7 @@ PHASES = ("dispatch", "experts", "combine")
 COLUMNS = ("dispatch", "experts", "combine", "wait", "layer", "host", "alone")
 HEADINGS = {"alone": "one GPU"}  # of columns that are not called as they are
 MODES = ("counts", "places", "parts", "summed", "replicated")
-CAPTURED = ("places", "parts", "replicated")  # nothing in them waits for the device
+CAPTURED = ("places", "parts", "summed", "replicated")  # nothing in them waits for the device
 DELAY = 500_000  # cycles of a GPU between the start that ranks agree on and the call
 WARMUPS = 2  # calls that compile, allocate and connect
 TIMEOUT = 300.0  # s that a rank waits for others: first calls compile kernels
@@ -88,12 +88,12 @@ class Setting:
         """Rows for what this skew needs on average and six deviations of it."""
         if self.mode == "replicated":
             return Replicated(reduce=True)
-        if self.mode not in ("places", "parts"):
-            return Exchange(pre_reduce=self.mode == "summed")
+        if self.mode == "counts":
+            return Exchange()
         mean = self.skew * self.tokens * cfg.top_k / ranks
         rows = max(math.ceil(mean + 6 * math.sqrt(mean)), cfg.top_k)
         capacity = Capacity(self.tokens, min(rows, self.tokens * cfg.top_k))
-        return Exchange(capacity=capacity, split=2 if self.mode == "parts" else 1)
+        return Exchange(self.mode == "summed", capacity, 2 if self.mode == "parts" else 1)
 
 
 class Clock:
@@ -273,7 +273,8 @@ def formula(
         whole = mode.capacity.rows or 0
         share = max(-(-whole // mode.split), cfg.top_k)
         rows = min(share, whole, tokens * cfg.top_k)
-        return pairs * (tokens * row + rows * 2 * cfg.hidden)
+        back = tokens if mode.pre_reduce else rows
+        return pairs * (tokens * row + back * 2 * cfg.hidden)
     total = 24 * parallel.size * (parallel.size - 1)
     for rank, mine in enumerate(ids):
         for other, (first, end) in enumerate(parallel.ranges):
