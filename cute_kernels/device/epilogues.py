@@ -164,7 +164,7 @@ class StoreRows:
         return self.row(args, place, row_alpha(place, args.alpha, args.row_scale, None))
 
     def row(self, args, place, alpha):
-        out = args.out.toint() + Int64(place.row) * place.n * _BYTES[self.dtype]
+        out = args.out.toint() + Int64(place.row) * (place.n * _BYTES[self.dtype])
         return RowStore(alpha, out, expert_bias(args.bias, place))
 
     @cute.jit

@@ -89,7 +89,7 @@ class ScatterAdd:
         if self.weighted:
             weight = ptx.load_f32(args.row_weight.toint() + Int64(place.row) * 4)
         size = 4 if self.dtype == "Float32" else 2
-        y = args.y.toint() + Int64(token) * place.n * size
+        y = args.y.toint() + Int64(token) * (place.n * size)
         return RowScatter(alpha, weight, y, expert_bias(args.bias, place))
 
     @cute.jit
