@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cute_kernels import nvfp4, sm90_ops
+from cute_kernels import nvfp4, ops, sm90_ops
 from moe import (
     ExpertWeights,
     MoE,
@@ -330,6 +330,25 @@ def test_layers_share_a_workspace() -> None:
     assert same_bits(first, kept)
     assert same_bits(first, build().experts(x, *routes))
     assert same_bits(second, build(other).experts(x, *routes))
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
+def test_rows_staged_by_token_have_the_same_bits(monkeypatch, activations: str) -> None:
+    """Many rows are staged by token, few by row: the same call, with the border moved."""
+    layer, x, routes = sm90(Case(activations=activations)), tokens(40).float(), routing(40)
+    used: list[set[str]] = []
+    original = sm90_ops.stage_rows
+
+    def stage_rows(*args: Any, **options: Any) -> None:
+        used.append({n for n in ("row_token", "token_rows") if options.get(n) is not None})
+        original(*args, **options)
+
+    monkeypatch.setattr(sm90_ops, "stage_rows", stage_rows)
+    by_row = layer.experts(x, *routes)
+    monkeypatch.setattr(ops, "ONE_CTA_PAIRS", 16)
+    by_token = layer.experts(x, *routes)
+    assert [u for u in used if u] == [{"row_token"}, {"token_rows"}]
+    assert same_bits(by_row, by_token)
 
 
 def test_warmup_visits_every_configuration(monkeypatch) -> None:
