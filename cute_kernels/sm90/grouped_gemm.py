@@ -92,18 +92,19 @@ def opaque(value: Int32) -> Int32:
 
 @dataclasses.dataclass(frozen=True)
 class Sm90GroupedGemm:
-    """Persistent, warp-specialised: 8 consumer warps (two warpgroups), 1 producer warp, and the
+    """Persistent, warp-specialised: one or two warpgroups of consumers, 1 producer warp, and the
     warps that the load adds.
 
-    CTA tile        128 * row_tiles weight rows x up to max_tokens routed rows; warpgroup w has the
-                    w-th m64 of every 128 rows. N of the wgmma is the smallest of token_sizes that
-                    holds the tile: a run-time choice between inlined main loops.
+    CTA tile        128 * row_tiles weight rows x up to max_tokens routed rows; of two warpgroups,
+                    w has the w-th m64 of every 128 rows, one alone has both. N of the wgmma is the
+                    smallest of token_sizes that holds the tile: a run-time choice between inlined
+                    main loops.
     Stage           row_tiles x stage_k64 x 4608 bytes of weights (one bulk copy per row tile) and
                     max_tokens x 64 bf16 per k64 (TMA boxes of box_rows rows; only those that hold
                     real rows are loaded)
     Pipelines       ab_full[stage]: 1 arrival (producer, with the bytes) and those of the load's
-                    warps; ab_empty[stage]: 256 (every consumer thread); tile_full[slot]: 1
-                    (producer); tile_empty[slot]: 8 and one per warp of the load
+                    warps; ab_empty[stage]: every consumer thread; tile_full[slot]: 1 (producer);
+                    tile_empty[slot]: one per consumer warp and per warp of the load
     Main loop       few tokens: `warp_loop`. More: per block of 64 x 64, start its wgmma, wait
                     until those of the block before are done, load 16 + 8 bytes of the next block
                     and decode them into the fragment that is free now. A stage is released as
