@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from moe.local import LocalExperts
 from moe.parallel import Exchange, ExpertParallel
 from moe.ranges import stage
 from moe.reference import Tokens
-from moe.router import RouterKernels, route, router_logits
+from moe.router import RouterKernels, route, route_tokens, router_logits
 from moe.weights import ExpertWeights
 from moe.workspace import Workspace, total_bytes
 
@@ -56,7 +57,8 @@ class MoE(nn.Module):
 
     cfg, weights      `MoEConfig`, `ExpertWeights` (the local experts; ids of other experts
                       contribute nothing)
-    router_weight     (num_experts, H) or None: without it only `experts` can be called
+    router_weight     (num_experts, H) or None: without it only `experts` can be called. After a
+                      write through its `.data`, call `warmup`: kernels keep it in another form
     router_bias       (num_experts,): part of the logits (gpt-oss)
     selection_bias    (num_experts,): changes which experts are chosen, never their weights
                       (DeepSeek-V3)
@@ -130,7 +132,6 @@ class MoE(nn.Module):
                 self._number = join(parallel, self._local(weights))
         if self.backend == "sim":
             start_simulator()
-        self._router = RouterKernels.of(self.backend, cfg)
         self.shared = shared
         self.workspace = workspace
         self.first_expert = weights.first_expert
@@ -146,7 +147,8 @@ class MoE(nn.Module):
         return name
 
     def _keep(self, weights: ExpertWeights) -> None:
-        """The buffers that the backend wants."""
+        """The buffers, and the router, that the backend wants."""
+        self._router = RouterKernels.of(self.backend, self.cfg)
         packed = kernels_sm90.pack(weights, self.cfg) if self.backend == "sm90" else {}
         for name in kernels_sm90.PACKED:
             self._buffers.pop(name, None)
@@ -274,12 +276,8 @@ class MoE(nn.Module):
 
     def _route(self, x: Tensor, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """topk_ids and topk_weights (T, top_k), times the routed factor."""
-        if self._router is not None:
-            return self._router(x, self._router_tensors(), input_ids)
-        assert self.router_weight is not None
-        logits = router_logits(x, self.router_weight, self.router_bias)
-        ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
-        return ids, weights * self.cfg.routed_scaling_factor
+        choose = self._router or partial(route_tokens, cfg=self.cfg)
+        return choose(x, self._router_tensors(), input_ids)
 
     def _router_tensors(self) -> tuple[Tensor | None, ...]:
         return self.router_weight, self.router_bias, self.selection_bias, self.tid2eid

@@ -17,7 +17,7 @@ from cute_kernels.router_ops import RouterWeights
 from cute_kernels.torch_router import Selection, row_scale, scores, select
 from moe.config import MoEConfig
 
-__all__ = ["RouterKernels", "route", "router_logits", "scores", "selection"]
+__all__ = ["RouterKernels", "route", "route_tokens", "router_logits", "scores", "selection"]
 
 KERNEL_BACKENDS = ("sm100", "sim", "sm90")
 
@@ -83,6 +83,17 @@ def route(
     return select(logits, selection(cfg), selection_bias, tid2eid, input_ids)
 
 
+def route_tokens(
+    x: Tensor, router: tuple[Tensor | None, ...], input_ids: Tensor | None, cfg: MoEConfig
+) -> tuple[Tensor, Tensor]:
+    """x (T, H) -> topk_ids, topk_weights (T, k) times ``routed_scaling_factor``. ``router``: weight,
+    bias, selection bias and tid2eid of a layer."""
+    weight, bias, *chooses = router
+    assert weight is not None  # the layer has checked
+    ids, weights = route(router_logits(x, weight, bias), cfg, *chooses, input_ids)
+    return ids, weights * cfg.routed_scaling_factor
+
+
 def check_input_ids(input_ids: Tensor | None, tokens: int) -> Tensor:
     """Flat token ids of a layer that routes by them, or an error."""
     if input_ids is None:
@@ -107,8 +118,9 @@ class RouterKernels:
     ``routed_scaling_factor``.
 
     The digits of the router's weight follow it: made at the first call, and anew, in the same
-    memory, when the weight is another tensor or was written to. Code of torch.compile and weights
-    made in torch.inference_mode do not show that: they follow `load_state_dict` alone.
+    memory, when the weight is another tensor or was written to. Writes through ``.data``, to a
+    weight made in torch.inference_mode, and those that code of torch.compile should see, do not
+    show: `load_state_dict` and `warmup` make the digits anew in any case.
     """
 
     def __init__(self, cfg: MoEConfig, simulated: bool = False) -> None:
@@ -168,10 +180,12 @@ class RouterKernels:
             return router_ops.router_topk(logits, self.how, chooses, tid2eid, input_ids)
 
     def warmup(self, max_tokens: int, router: tuple[Tensor | None, ...]) -> None:
-        """Compile and load every kernel of every call with up to ``max_tokens`` tokens."""
+        """Compile and load every kernel of every call with up to ``max_tokens`` tokens; the digits
+        are made anew, whatever their weight shows."""
         weight, _, _, tid2eid = router
         if weight is None:
             return
+        self._source = None
         self.weights(weight)
         kinds = router_ops.INTEGERS if tid2eid is not None else (torch.int64,)
         with without_launches():

@@ -240,6 +240,28 @@ def test_digits_follow_the_weight() -> None:
         assert torch.equal(router.weights(ones).digits, pack_weights(ones).digits)
 
 
+def test_writes_that_do_not_show_count_from_the_next_warmup_on() -> None:
+    router, weight = RouterKernels(config()), torch.randn(10, 64)
+    old = router.weights(weight).digits.clone()
+    weight.data.neg_()
+    assert torch.equal(router.weights(weight).digits, old)  # if this fails, the docstring is wrong
+    router.warmup(0, (weight, None, None, None))
+    assert torch.equal(router.weights(weight).digits, pack_weights(weight).digits)
+    assert not torch.equal(router.weights(weight).digits, old)
+
+
+def test_the_router_follows_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer on "auto" that moves to a GPU takes the kernels of that GPU for its router too."""
+    moved = layer("auto")
+    assert moved.backend == "torch" and moved._router is None
+    monkeypatch.setattr(MoE, "_usable", lambda self, name, device: "sm90")
+    moved.to("cpu")
+    assert moved.backend == "sm90" and moved._router is not None
+    monkeypatch.setattr(MoE, "_usable", lambda self, name, device: "torch")
+    moved.to("cpu")
+    assert moved.backend == "torch" and moved._router is None
+
+
 def layer(backend: str, seed: int = 0) -> MoE:
     from moe import ExpertWeights
 
