@@ -86,11 +86,14 @@ def route(
 def route_tokens(
     x: Tensor, router: tuple[Tensor | None, ...], input_ids: Tensor | None, cfg: MoEConfig
 ) -> tuple[Tensor, Tensor]:
-    """x (T, H) -> topk_ids, topk_weights (T, k) times ``routed_scaling_factor``. ``router``: weight,
-    bias, selection bias and tid2eid of a layer."""
-    weight, bias, *chooses = router
+    """x (T, H) -> topk_ids, topk_weights (T, k) times ``routed_scaling_factor``.
+
+    router  weight, bias, selection bias and tid2eid of a layer
+    """
+    weight, bias, selection_bias, tid2eid = router
     assert weight is not None  # the layer has checked
-    ids, weights = route(router_logits(x, weight, bias), cfg, *chooses, input_ids)
+    logits = router_logits(x, weight, bias)
+    ids, weights = route(logits, cfg, selection_bias, tid2eid, input_ids)
     return ids, weights * cfg.routed_scaling_factor
 
 
