@@ -177,7 +177,7 @@ def grouped_gemm(
         _check_store(*rows, *weights, *items, alpha, row_scale, bias, out_dtype)
         shape = (rows.routed, weights.data.shape[1])
         out = torch.empty(shape, dtype=out_dtype, device=rows.data.device)
-    torch.ops.nvfp4_megamoe.grouped_gemm(*rows, *weights, *items, alpha, row_scale, bias, out)
+    _grouped_gemm_op(*rows, *weights, *items, alpha, row_scale, bias, out)
     return out
 
 
@@ -205,7 +205,7 @@ def grouped_gemm_act_quant(
         out = allocate(hidden_buffers(rows.routed, n // parts, experts), rows.data.device)
     data, scale = check_count(out, ("h_data", "h_scale"))
     spec = activation_spec(activation)
-    torch.ops.nvfp4_megamoe.grouped_gemm_act_quant(*arguments, *spec, data, scale)
+    _grouped_gemm_act_quant_op(*arguments, *spec, data, scale)
     return Rows(data, scale)
 
 
@@ -236,9 +236,7 @@ def grouped_gemm_scatter_add(
     """
     rows, weights, items = _bytes(rows), _bytes(weights), _items(expert_offsets)
     y, token, weight = target
-    torch.ops.nvfp4_megamoe.grouped_gemm_scatter_add(
-        *rows, *weights, *items, alpha, row_scale, bias, token, weight, y
-    )
+    _grouped_gemm_scatter_add_op(*rows, *weights, *items, alpha, row_scale, bias, token, weight, y)
     return y
 
 
@@ -517,20 +515,20 @@ _OPERANDS = (
     "Tensor data, Tensor scale, Tensor? row_token, Tensor w_data, Tensor w_scale, "
     "Tensor expert_offsets, Tensor? counter, "
 )
-register(
+_grouped_gemm_op = register(
     f"grouped_gemm({_OPERANDS}Tensor alpha, Tensor? row_scale, Tensor? bias, Tensor(a!) out)",
     _check_store_out,
     _plain_store,
     _store_kernel,
 )
-register(
+_grouped_gemm_scatter_add_op = register(
     f"grouped_gemm_scatter_add({_OPERANDS}Tensor alpha, Tensor? row_scale, Tensor? bias, "
     "Tensor target_token, Tensor? row_weight, Tensor(a!) y)",
     _check_scatter,
     _plain_scatter,
     _scatter_kernel,
 )
-register(
+_grouped_gemm_act_quant_op = register(
     f"grouped_gemm_act_quant({_OPERANDS}Tensor alpha, Tensor gx, Tensor gh, Tensor? bias, "
     "str activation, float[] parameters, Tensor(a!) h_data, Tensor(b!) h_scale)",
     _check_act_out,

@@ -65,7 +65,7 @@ def quantize_hidden(
         out = allocate(buffers, acc.device)
     data, scale, gh = check_count(out, ("h_data", "h_scale", "row_gh"))
     spec = activation_spec(activation)
-    torch.ops.nvfp4_megamoe.quantize_hidden(*arguments, *spec, data, scale, gh)
+    _quantize_hidden_op(*arguments, *spec, data, scale, gh)
     return Rows(data, scale), gh
 
 
@@ -133,7 +133,7 @@ def _plain(*args: Any) -> tuple[Tensor, ...]:
     return torch_gemm.quantized(h, offsets, gh)
 
 
-register(
+_quantize_hidden_op = register(
     "quantize_hidden(Tensor acc, Tensor expert_offsets, Tensor? row_token, Tensor alpha, "
     "Tensor gx, Tensor? gh, Tensor? bias, str activation, float[] parameters, "
     "Tensor(a!) h_data, Tensor(b!) h_scale, Tensor(c!) row_gh)",

@@ -192,12 +192,14 @@ def register(
     check: Callable[..., None],
     plain: Callable[..., Sequence[Tensor]],
     kernel: Callable[..., None],
-) -> None:
+) -> Any:
     """Define ``nvfp4_megamoe::<name>(inputs, outputs) -> ()``; the outputs end the schema.
 
     check   all arguments; the fake implementation is this alone
     plain   all arguments -> values of the first outputs, in plain PyTorch: what CPU tensors get
     kernel  all arguments; CUDA tensors, and CPU tensors while a simulator is active
+
+    Returns the operator without a choice of overloads, which a call would make anew.
     """
     name = schema[: schema.index("(")]
     outputs = schema.count("!)")
@@ -222,3 +224,4 @@ def register(
     _library.impl(name, on_device, "CUDA")  # type: ignore[no-untyped-call]
     _library.impl(name, on_cpu, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -113,9 +113,7 @@ def quantize_rows(
         buffers = quantize_buffers(tokens, hidden, routed, expert_offsets.shape[0] - 1)
         out = allocate(buffers, x.device)
     data, scale, gx, scratch = check_count(out, ("x_data", "x_scale", "gx", "x_row_scale"))
-    torch.ops.nvfp4_megamoe.quantize_rows(
-        x, expert_offsets, row_token, given, row_scale, data, scale, gx, scratch
-    )
+    _quantize_rows_op(x, expert_offsets, row_token, given, row_scale, data, scale, gx, scratch)
     return data, scale, gx
 
 
@@ -164,9 +162,7 @@ def sort_routes(
         out, ("expert_offsets", "row_token", "row_weight", "token_rows", "sort_counts")
     )
     results = (offsets, row_token, row_weight, token_rows)
-    torch.ops.nvfp4_megamoe.sort_routes(
-        topk_ids, topk_weights, num_experts, first_expert, *results, counter, counts
-    )
+    _sort_routes_op(topk_ids, topk_weights, num_experts, first_expert, *results, counter, counts)
     return results
 
 
@@ -216,7 +212,7 @@ def combine(
         _check_combine(rows, token_rows, weights, shared, out_dtype or rows.dtype)
         shape = (token_rows.shape[0], rows.shape[1])
         out = torch.empty(shape, dtype=out_dtype or rows.dtype, device=rows.device)
-    torch.ops.nvfp4_megamoe.combine(rows, token_rows, weights, shared, out)
+    _combine_op(rows, token_rows, weights, shared, out)
     return out
 
 
@@ -244,9 +240,7 @@ def permute_quantized_rows(
         routed, experts = row_token.shape[0], expert_offsets.shape[0] - 1
         out = allocate(permute_buffers(data.shape[1] * 2, routed, experts), data.device)
     rows, grouped, row_gx = check_count(out, ("row_data", "row_scale", "row_gx"))
-    torch.ops.nvfp4_megamoe.permute_quantized_rows(
-        data, scale, gx, row_token, expert_offsets, rows, grouped, row_gx
-    )
+    _permute_quantized_rows_op(data, scale, gx, row_token, expert_offsets, rows, grouped, row_gx)
     return rows, grouped, row_gx
 
 
@@ -540,14 +534,14 @@ def _plain_combine(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, 
     return (torch_ops.combine(rows, token_rows, weights, shared, y.dtype),)
 
 
-register(
+_quantize_rows_op = register(
     "quantize_rows(Tensor x, Tensor expert_offsets, Tensor? row_token, Tensor? global_scale, "
     "Tensor? row_scale, Tensor(a!) data, Tensor(b!) scale, Tensor(c!) gx, Tensor(d!) scratch)",
     _check_quantize_out,
     lambda *args: torch_ops.quantize_rows(*args[:5]),
     _quantize_rows_kernel,
 )
-register(
+_sort_routes_op = register(
     "sort_routes(Tensor topk_ids, Tensor topk_weights, int num_experts, int first_expert, "
     "Tensor(a!) expert_offsets, Tensor(b!) row_token, Tensor(c!) row_weight, "
     "Tensor(d!) token_rows, Tensor(e!)? counter, Tensor(f!) scratch)",
@@ -555,13 +549,13 @@ register(
     _plain_sort,
     _sort_routes_kernel,
 )
-register(
+_combine_op = register(
     "combine(Tensor rows, Tensor token_rows, Tensor? weights, Tensor? shared, Tensor(a!) y)",
     _check_combine_out,
     _plain_combine,
     _combine_kernel,
 )
-register(
+_permute_quantized_rows_op = register(
     "permute_quantized_rows(Tensor data, Tensor scale, Tensor gx, Tensor row_token, "
     "Tensor expert_offsets, Tensor(a!) rows, Tensor(b!) row_scale, Tensor(c!) row_gx)",
     _check_permute_out,
