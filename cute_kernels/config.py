@@ -142,7 +142,7 @@ def clusters_at_once(sms: int, cluster: int) -> int:
 CLOCK = 1.85e3  # clocks per microsecond
 FABRIC = 13.5e6  # bytes per microsecond from L2 into all SMs; fitted to published times
 STORE_WEIGHT = 2.0  # fabric bytes per stored byte; fitted
-EPILOGUE_CLOCKS = {False: 8.3, True: 16.8}  # of a warp per column; True: activation and quantiser
+EPILOGUE_CLOCKS = {False: 7.4, True: 13.9}  # of a warp per column; True: activation and quantiser
 FP4_HIDDEN = 9 / 32  # bytes of a gated h that are stored per accumulator column, scales included
 
 
@@ -169,8 +169,8 @@ _SMALL, _NARROW = _both(GemmConfig(1, 128)), _both(GemmConfig(2, 128))
 _MEDIUM = _both(GemmConfig(2, 128, columns=2))
 _PREFILL = [_both(GemmConfig(2, 256, columns=columns)) for columns in (1, 2, 4)]
 MARGIN = 0.98  # a larger cluster must save this much: it rounds more of the columns up
-# Clusters of eight: replays of the kernels (docs/forecast.md) find them ahead for these K alone.
-# Longer ones wait for the MMAs of 120 SMs, shorter ones for their stores.
+# Clusters of eight: replays of the kernels (docs/forecast.md) find them ahead for these K alone,
+# for bf16 rows. Longer K wait for the MMAs of 120 SMs, shorter ones for their stores.
 EIGHT_K = range(1024, 2049)
 
 
@@ -187,9 +187,9 @@ def choose_config(
         R <= 208   two CTA pairs of 128 columns that share their rows: there are few waves, which
                    small tiles fill better
         else       a CTA pair, or two or four that share their rows: what takes the fewest
-                   `column_clocks`, four pairs for K in `EIGHT_K` only. Large clusters leave SMs
-                   idle and save bytes over the fabric. (Pairs that share weights save as many, but
-                   round the rows of an expert up to 512.)
+                   `column_clocks`, four for K in `EIGHT_K` only. Large clusters leave SMs idle and
+                   save bytes over the fabric. (Pairs that share weights save as many, but round
+                   the rows of an expert up to 512.)
 
     `cute_kernels.forecast` finds little that is faster: tests/sm100/test_config.py.
     """
@@ -202,7 +202,8 @@ def choose_config(
     if rows <= 208 * experts:
         return _MEDIUM[dynamic]
     best, least = _PREFILL[0], float("inf")
-    for candidate in _PREFILL if k in EIGHT_K else _PREFILL[:2]:
+    eight = k in EIGHT_K and out_bytes > 1
+    for candidate in _PREFILL if eight else _PREFILL[:2]:
         clocks = column_clocks(candidate[0], n, k, out_bytes)
         if clocks < least * MARGIN:
             best, least = candidate, clocks

@@ -26,7 +26,7 @@ from tests.sm100.configs import DECODE, MAIN, OTHER, names
 MODELS = [
     (48, 7168, 3072), (32, 7168, 2048), (256, 7168, 2048), (16, 4096, 1536), (128, 2880, 2880),
     (128, 2048, 768), (8, 4096, 14336), (64, 2688, 1856), (160, 5120, 1536), (512, 1536, 704),
-    (4, 128, 96),
+    (4, 256, 96),
 ]  # fmt: skip
 ROWS = (1, 3, 8, 16, 40, 64, 65, 100, 112, 113, 128, 208, 209, 300, 512, 1024, 4096)
 
@@ -81,7 +81,8 @@ def lost(rows: Callable[[int, int], list[int]], each: int) -> list[float]:
             us = {
                 c: forecast(c, counts, n, k, fp4_output=out_bytes < 1).us
                 for c in MAIN + OTHER
-                if not (c.decode and each > 128) and (c.cluster < 8 or k in EIGHT_K)
+                if not (c.decode and each > 128)
+                and (c.cluster < 8 or (k in EIGHT_K and out_bytes > 1))
             }
             taken = us[choose_config(sum(counts), experts, n, k, out_bytes)]
             out.append(taken / min(us.values()) - 1)
