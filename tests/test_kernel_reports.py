@@ -177,7 +177,7 @@ def assert_blocks(got: Tensor, want: Tensor) -> None:
 def test_every_selectable_tile(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """H56: activation and quantiser of each tile on data of order 1, per row and block; a block of
     zeros is seen."""
-    monkeypatch.setattr(gemm_ops, "_config", lambda *_: config)
+    monkeypatch.setattr(gemm_ops, "choose_config", lambda *_: config)
     data = Inputs(Problem((3, 40), n=512, k=64, seed=3))
     scales = data.scales(1)._replace(gh=torch.full((2,), 2.0**-8))
     size = data.acc.abs().mean()
