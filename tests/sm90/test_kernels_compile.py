@@ -145,3 +145,18 @@ def test_chunks_depend_on_k_alone() -> None:
     assert configs.choose_config(64 * 48, 48) is configs.DUO
     assert configs.choose_config(24576, 48) is configs.PREFILL
     assert configs.choose_config(6, 48, batch_invariant=True) is configs.MIDDLE
+
+
+@pytest.mark.parametrize(
+    ("most", "config", "above"),
+    [
+        (36, configs.MIDDLE, configs.TRIO),
+        (54, configs.TRIO, configs.DUO),
+        (150, configs.DUO, configs.PREFILL),
+    ],
+    ids=lambda v: getattr(v, "name", str(v)),
+)
+def test_borders_of_the_measured_table(most: int, config: object, above: object) -> None:
+    """Rows per expert, README.md."""
+    assert configs.choose_config(48 * most, 48) is config
+    assert configs.choose_config(48 * most + 1, 48) is above
