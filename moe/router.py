@@ -105,7 +105,7 @@ def check_input_ids(input_ids: Tensor | None, tokens: int) -> Tensor:
         raise ValueError(
             f"input_ids must hold one id per token, got {input_ids.numel()} for {tokens}"
         )
-    if input_ids.is_floating_point():
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise TypeError(f"input_ids must be integers, got {input_ids.dtype}")
     return input_ids.reshape(-1)
 
@@ -149,12 +149,12 @@ class RouterKernels:
     def weights(self, weight: Tensor) -> RouterWeights:
         """``weight`` (E, H) as the kernels read it."""
         if torch.compiler.is_compiling():
-            return self._weights or router_ops.pack_weights(weight)
+            return self._weights or self._pack(weight)
         # an inference tensor counts no writes; a new .data counts none either, but moves
         version = (0 if weight.is_inference() else weight._version, weight.data_ptr())
         old = self._weights
         if old is None or weight is not self._source or version != self._version:
-            new = router_ops.pack_weights(weight)
+            new = self._pack(weight)
             if old is not None and old.scale.device == weight.device:
                 for memory, tensor in zip(old, new):  # a CUDA graph may hold the address
                     memory.copy_(tensor)
@@ -162,6 +162,12 @@ class RouterKernels:
             self._source, self._version, self._weights = weight, version, new
         assert self._weights is not None
         return self._weights
+
+    def _pack(self, weight: Tensor) -> RouterWeights:
+        shape = (self.cfg.num_experts, self.cfg.hidden)
+        if tuple(weight.shape) != shape:  # a layer's tensors may be replaced after construction
+            raise ValueError(f"router_weight must be {shape}, got {tuple(weight.shape)}")
+        return router_ops.pack_weights(weight)
 
     def __call__(
         self, x: Tensor, router: tuple[Tensor | None, ...], input_ids: Tensor | None

@@ -35,9 +35,9 @@ def poison() -> Iterator[None]:
 def test_logits(hidden: int, experts: int, dtype: torch.dtype) -> None:
     weight, bias = router_weight(experts, hidden), torch.randn(experts)
     packed = router_ops.pack_weights(weight.to(CUDA))
-    x = hostile(3000, hidden, dtype)
+    x = hostile(1100, hidden, dtype)
     want = router_logits(x, weight, bias)
-    for tokens in (0, 1, 16, 17, 64, 65, 200, 300, 700, 1100, 3000):
+    for tokens in (0, 1, 16, 17, 64, 65, 200, 300, 700, 1100):  # every kernel
         got = router_ops.router_logits(x[:tokens].to(CUDA), packed, bias.to(CUDA))
         assert_same(got, want[:tokens], f"logits of {tokens}")
 

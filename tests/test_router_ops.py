@@ -214,6 +214,14 @@ def test_token_ids_of_any_integer_type_and_shape() -> None:
         assert_same(got[1], want[1] * 2.5, "weights")
     with pytest.raises(ValueError, match="pass input_ids"):
         router(x, (weight, None, None, table), None)
+    with pytest.raises(TypeError, match=r"integers, got torch\.bool"):
+        router(x, (weight, None, None, table), ids > 0)
+
+
+def test_a_weight_of_another_number_of_experts_is_refused() -> None:
+    """It would route to experts that do not exist."""
+    with pytest.raises(ValueError, match=r"router_weight must be \(10, 64\), got \(11, 64\)"):
+        RouterKernels(config()).weights(torch.randn(11, 64))
 
 
 def test_digits_follow_the_weight() -> None:

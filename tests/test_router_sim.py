@@ -137,5 +137,6 @@ def test_topk_of_all_experts_and_of_many() -> None:
 def test_topk_by_token_id(integer: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     table = torch.stack([torch.randperm(30, generator=g)[:4] for _ in range(11)]).to(integer)
-    ids = torch.tensor([0, -1, 10, 3, 9, -(2**31), 5]).to(integer)
+    last = 5 if integer == torch.int32 else 3 - 2**32  # negative, and 3 in its low word
+    ids = torch.tensor([0, -1, 10, 3, 9, -(2**31), last]).to(integer)
     check_topk(hostile_logits(7, 30), Selection(4, "sqrtsoftplus", factor=1.5), None, table, ids)
