@@ -68,12 +68,6 @@ class DirectFinish:
 
     epilogue: StoreRows
     config: Sm90Config
-    size = 2  # bytes of a value
-
-    @property
-    def tokens(self) -> int:
-        """How many are staged at a time."""
-        return self.config.epilogue_tokens
 
     @cute.jit
     def __call__(
@@ -87,8 +81,9 @@ class DirectFinish:
         tile: Any,
         staging: Int32,
     ):
+        tokens = self.config.epilogue_tokens
         half, thread = tidx // 128, tidx % 128
-        buffer = staging + half * (self.config.epilogue_tokens * 128)
+        buffer = staging + half * (tokens * 128)
         features = args.weight_rows // (2 // self.epilogue.values_per_pair)
         scales = TileScales(self.epilogue, epilogue_args, tile, n)
         for m in cutlass.range_constexpr(self.config.blocks64):
@@ -100,8 +95,8 @@ class DirectFinish:
                 cutlass.min(mine, args.weight_rows - 9),
                 args.weight_rows,
             )
-            for first in cutlass.range_constexpr(0, n, self.tokens):
-                count = min(self.tokens, n - first)
+            for first in cutlass.range_constexpr(0, n, tokens):
+                count = min(tokens, n - first)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
                 self._stage(first, count, accs[m], thread, buffer, context, scales)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
@@ -156,63 +151,63 @@ class DirectFinish:
         column: Int32,
         tile: Any,
     ):
-        size, width = self.size, 16 // self.size  # bytes of a value, values of 16 bytes
-        chunks = 2 * size * self.epilogue.values_per_pair  # 16-byte chunks of a token's features
+        chunks = 4 * self.epilogue.values_per_pair  # 16-byte chunks of a token's features
         per_pass = 128 // chunks
         chunk = thread % chunks
-        column += chunk * width
-        out = args.out.toint() + (Int64(tile.row0 + first) * features + column) * size
+        out = args.out.toint() + (Int64(tile.row0 + first) * features + column + chunk * 8) * 2
         for p in cutlass.range_constexpr(-(-count // per_pass)):
             token = p * per_pass + thread // chunks
-            swizzled = chunk ^ (token % 8 if chunks >= 8 else token // 2 % 4)
-            if first + token < tile.n and column < features and token < count:
+            swizzled = chunk ^ (token % 8 if chunks == 8 else token // 2 % 4)
+            if first + token < tile.n and column + chunk * 8 < features and token < count:
                 words = cute.arch.inline_ptx(
                     "ld.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
                     write_only_types=[Uint32] * 4,
                     read_only_args=[buffer + token * (chunks * 16) + swizzled * 16],
                 )
-                store_u32x4(out + Int64(token) * features * size, words)
+                store_u32x4(out + Int64(token) * features * 2, words)
 
 
 @dataclasses.dataclass(frozen=True)
-class WideFinish(DirectFinish):
-    """The same in fp32: 4-byte stores to shared memory, where 16-byte chunk c of token t lies at
-    chunk c ^ (t % 8), then whole 128-byte lines of a row."""
+class WideFinish:
+    """Registers -> fp32 global memory: 8 lanes of a warp write 32 bytes of a row at a time."""
 
-    size = 4
-
-    @property
-    def tokens(self) -> int:
-        return self.config.epilogue_tokens // self.epilogue.values_per_pair
+    epilogue: StoreRows
+    config: Sm90Config
 
     @cute.jit
-    def _stage(
+    def __call__(
         self,
-        first: cutlass.Constexpr,
-        count: cutlass.Constexpr,
-        acc: Any,
-        thread: Int32,
-        buffer: Int32,
-        context: Any,
-        scales: Any,
+        n: cutlass.Constexpr,
+        accs: Any,
+        tidx: Int32,
+        args: Any,
+        epilogue_args: Any,
+        geometry: Any,
+        tile: Any,
+        staging: Any,
     ):
         lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
-        row_bytes = 128 * per_pair
-        feature = thread // 32 * (8 * per_pair) + lane // 4
-        chunks = [feature // 4 + 2 * i for i in range(per_pair)]
-        tokens = [2 * (lane % 4) + odd for odd in range(2)]  # of this thread in every eight
-        base = buffer + feature % 4 * 4
-        at = [[base + t * row_bytes + (c ^ t) * 16 for c in chunks] for t in tokens]
-        for t8 in cutlass.range_constexpr(0, count, 8):
-            for odd in cutlass.range_constexpr(2):
-                v = (first + t8) // 2 + odd
-                scale = scales.of(first + t8, lane, odd)
-                values = self.epilogue.pair(context, scale, acc[v], acc[v + 2])
-                for i in cutlass.range_constexpr(per_pair):
-                    cute.arch.inline_ptx(
-                        "st.shared.f32 [{$r0}], {$r1};",
-                        read_only_args=[at[odd][i] + t8 * row_bytes, values[i]],
-                    )
+        features = args.weight_rows // (2 // per_pair)
+        scales = TileScales(self.epilogue, epilogue_args, tile, n)
+        for m in cutlass.range_constexpr(self.config.blocks64):
+            group = first_row(self.config, tile, m, tidx // 128) // 16 + tidx // 32 % 4
+            row = group * 16 + lane // 4  # packed weight row
+            context = self.epilogue.begin(
+                epilogue_args,
+                tile.expert,
+                cutlass.min(row, args.weight_rows - 9),
+                args.weight_rows,
+            )
+            column = row if per_pair == 2 else group * 8 + lane // 4
+            out = args.out.toint() + (Int64(tile.row0) * features + column) * 4
+            for pair in cutlass.range_constexpr(n // 4):
+                v = pair // 2 * 4 + pair % 2  # and v + 2: both rows of a token
+                token = v // 4 * 8 + lane % 4 * 2 + v % 2
+                scale = scales.of(v // 4 * 8, lane, v % 2)
+                if token < tile.n and row < args.weight_rows:
+                    values = self.epilogue.pair(context, scale, accs[m][v], accs[m][v + 2])
+                    for i in cutlass.range_constexpr(per_pair):
+                        store_f32(out + Int64(token) * features * 4 + 32 * i, values[i])
 
 
 @dataclasses.dataclass(frozen=True)
