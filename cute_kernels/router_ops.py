@@ -247,6 +247,7 @@ def _logits_kernel(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, logits: 
     bias = None if bias is None else bias.contiguous()
     inputs = (flat(x), digits, scale.contiguous(), bias)
     columns = -(-experts // TILE_EXPERTS)
+    kernel: RouterFew | RouterTile
     if tokens <= FEW_TOKENS:
         kernel, last = RouterFew(*fields), digits.shape[0]
     else:
@@ -294,7 +295,9 @@ def _plain_logits(x: Tensor, digits: Tensor, scale: Tensor, bias: Any, *_: Tenso
     split = split.permute(2, 0, 5, 3, 1, 4, 6, 7).reshape(
         W_DIGITS, tiles * ROUTER_TILE, steps * ROUTER_STEP
     )
-    w = sum(split[j].double() * 256.0**j for j in range(W_DIGITS))
+    w = split[0].double()
+    for j in range(1, W_DIGITS):
+        w = w + split[j].double() * 256.0**j
     w = w[: scale.shape[0], : x.shape[1]].t()
     step = row_scale(x, 31)
     whole = (x.double() / step).round()
