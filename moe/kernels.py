@@ -81,13 +81,30 @@ class Experts(NamedTuple):
         return experts_of(dict(weights.tensors()), weights.first_expert)
 
 
-def experts_of(tensors: dict[str, Any], first_expert: int) -> Experts:
+class Ones:
+    """fp32 (E,) ones that a layer keeps. They are no buffer: what makes buffers without values
+    (`to_empty`) or gives those of a state dict alone (``assign=True``) would spoil them."""
+
+    def __init__(self) -> None:
+        self._made: Tensor | None = None
+
+    def like(self, g2: Tensor) -> Tensor:
+        made = self._made
+        if made is not None and made.device == g2.device:
+            return made
+        made = torch.ones_like(g2)
+        capturing = g2.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing and not torch.compiler.is_compiling():
+            self._made = made  # what a graph makes exists in its replays alone
+        return made
+
+
+def experts_of(tensors: dict[str, Any], first_expert: int, ones: Tensor | None = None) -> Experts:
     """From tensors by the names of `ExpertWeights`, as in the buffers of a layer."""
     w13 = Weights(tensors["l1_data"], tensors["l1_scale"])
     w2 = Weights(tensors["l2_data"], tensors["l2_scale"])
     g13, g2 = tensors["g13"], tensors["g2"]
     gh, gx, b13, b2 = (tensors.get(name) for name in ("gh", "gx", "b13", "b2"))
-    ones = tensors.get("ones")  # a layer keeps them
     ones = torch.ones_like(g2) if ones is None else ones
     return Experts(w13, w2, g13, g2, gh, gx, b13, b2, ones, first_expert, w2.data.shape[0])
 

@@ -133,7 +133,7 @@ class MoE(nn.Module):
         if self.backend == "sim":
             start_simulator()
         self.shared = shared
-        self.workspace = workspace
+        self.workspace, self._ones = workspace, kernels.Ones()
         self.first_expert = weights.first_expert
         self._keep(weights)
         router = (router_weight, router_bias, selection_bias, tid2eid)
@@ -161,7 +161,6 @@ class MoE(nn.Module):
             if tensor is not None and tensor.dtype == torch.float8_e4m3fn:
                 tensor = tensor.view(torch.uint8)
             self.register_buffer(name, tensor)
-        self.register_buffer("ones", torch.ones_like(weights.g2), persistent=False)
 
     def _local(self, weights: ExpertWeights | kernels_sm90.PackedExperts) -> LocalExperts:
         ranks = 1 if self.parallel is None else self.parallel.size
@@ -406,7 +405,8 @@ class MoE(nn.Module):
         return kernels_sm90.experts_of(self._buffers, self.cfg, self.first_expert)
 
     def _kernel_experts(self) -> kernels.Experts:
-        return kernels.experts_of(self._buffers, self.first_expert)
+        tensors: dict[str, Any] = self._buffers
+        return kernels.experts_of(tensors, self.first_expert, self._ones.like(tensors["g2"]))
 
     def plan_memory(self, max_tokens: int) -> int:
         """Bytes of scratch that a call with up to ``max_tokens`` tokens takes: the size of a

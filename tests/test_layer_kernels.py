@@ -323,3 +323,20 @@ def test_widths_that_tma_cannot_read_are_refused_at_construction() -> None:
     with pytest.raises(ValueError, match="multiples of 32, got 64 and 48; backend='torch'"):
         MoE(cfg, weights, backend="sim")
     MoE(cfg, weights, backend="torch")
+
+
+def test_a_layer_without_values_gets_all_of_them_from_a_state_dict() -> None:
+    """Made on "meta", then either way in which torch gives it tensors. No outer scale of h: the
+    kernels take factors of one, which no file has."""
+    layer = layer_of(QWEN, static=False)
+    call = routed(layer.cfg, 3)
+    want, state = layer.experts(*call), layer.state_dict()
+    assert want.any()
+    for assign in (True, False):
+        other = layer_of(QWEN, static=False).to("meta")
+        if not assign:
+            other.to_empty(device="cpu")
+            for buffer in other.buffers():
+                poison(buffer)
+        other.load_state_dict(state, assign=assign)
+        assert same_bits(other.experts(*call), want)
