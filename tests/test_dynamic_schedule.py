@@ -59,6 +59,15 @@ def test_the_sort_kernel_sets_the_counter(ctas: int, monkeypatch: pytest.MonkeyP
         assert_same(g, w, "routes")
 
 
+@needs_simulator
+def test_a_sort_without_tokens_sets_the_counter_too() -> None:
+    """No kernel runs; those that follow draw from 0 all the same."""
+    counter, case = counter_of(7), Case(0, top_k=3)
+    with sim.Simulator(schedule="lazy"):
+        ops.sort_routes(*case.routes(), case.all_experts, counter=counter)
+    assert counter.item() == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("tokens", [1, 45, 3000])
