@@ -67,6 +67,9 @@ class Counters:
         if getattr(warp, "name", ""):
             self.names[warp.warp_id] = warp.name
 
+    def __repr__(self) -> str:
+        return f"Counters({', '.join(f'{k}={v}' for k, v in sorted(self.total().items()))})"
+
     def total(self) -> dict[str, int]:
         """Sums over all warps."""
         out: Counter[str] = Counter()

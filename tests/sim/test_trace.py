@@ -78,6 +78,8 @@ def test_counters_of_the_pipeline():
     table = p.m.counters.table()
     assert "tma_load_bytes" in table and len(table.splitlines()) == 8
     assert sum(p.m.counters.waits_by.values()) == total["waits"]
+    shown = repr(p.m.counters)
+    assert shown.startswith("Counters(") and f"mma={total['mma']}" in shown
 
 
 def test_instructions_come_from_the_interpreter():
