@@ -34,9 +34,11 @@ test: lint
 test-gpu: setup
 	$(PY) -m pytest -m "gpu or sm90 or sm100 or dist"
 
-# The main configurations of the tcgen05 GEMM under 1,000 random schedules each; about an hour on 2 cores.
+# The main configurations of the tcgen05 GEMM under 1,000 random schedules each, about an hour on 2 cores; then what
+# the test run leaves out for time (marker slow).
 fuzz: setup
 	$(PY) -m pytest -n $(JOBS) tests/sm100/fuzz.py
+	$(PY) -m pytest -n $(JOBS) -m slow
 
 # Published kernels of other projects, unmodified, in the simulator: installs them into a venv of their own.
 CONFORMANCE_PYTHON ?= python3.12
