@@ -184,13 +184,13 @@ def logits_summed_in_the_order_of_a_batch(patch: Patch) -> None:
 
 
 def factor_twice(patch: Patch) -> None:
-    original = moe.layer.route
+    original = moe.router.route
 
     def route(logits: Tensor, cfg: Any, *rest: Any) -> tuple[Tensor, Tensor]:
         ids, weights = original(logits, cfg, *rest)
         return ids, weights * cfg.routed_scaling_factor
 
-    patch.setattr(moe.layer, "route", route)
+    patch.setattr(moe.router, "route", route)
 
 
 def call(test: Callable[..., None], *args: Any, **kwargs: Any) -> Callable[[], None]:
