@@ -34,7 +34,7 @@ test: lint
 test-gpu: setup
 	$(PY) -m pytest -m "gpu or sm90 or sm100 or dist"
 
-# The main configurations of the tcgen05 GEMM under 1,000 random schedules each, about an hour on 2 cores; then what
+# The main configurations of the tcgen05 GEMM under 1,000 random schedules each, about 20 minutes on 2 idle cores; then what
 # the test run leaves out for time (marker slow).
 fuzz: setup
 	$(PY) -m pytest -n $(JOBS) tests/sm100/fuzz.py
