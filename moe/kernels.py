@@ -42,6 +42,7 @@ from moe.weights import ExpertWeights
 from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
 KERNEL_BACKENDS = ("sm100", "sim")
+ALL_KERNEL_BACKENDS = (*KERNEL_BACKENDS, "sm90")  # Hopper has GEMMs of its own
 _PLANS = 1024  # sizes of calls whose scratch is remembered
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 

@@ -69,7 +69,7 @@ class LocalExperts:
 
     @property
     def on_kernels(self) -> bool:
-        return self.backend in (*kernels.KERNEL_BACKENDS, "sm90")
+        return self.backend in kernels.ALL_KERNEL_BACKENDS
 
     def _kernels_on(self, device: torch.device) -> Any:
         """Where kernels run; those of "sm90" have no simulator."""

@@ -438,7 +438,7 @@ class ExpertParallel:
 
     def _control_device(self) -> torch.device:
         """Where collectives of this group find host data: NCCL moves device memory only."""
-        if "nccl" not in dist.get_backend_config(self.group):
+        if not _on_nccl(self.group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
@@ -490,10 +490,9 @@ def _with_timeout(group: Any, timeout: float) -> tuple[Any, bool]:
     """
     ranks = dist.get_process_group_ranks(group)
     everyone = ranks == list(range(dist.get_world_size()))
-    nccl = "nccl" in dist.get_backend_config(group)
     made = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout + (WATCHDOG if nccl else 0.0)),
+        timeout=timedelta(seconds=timeout + (WATCHDOG if _on_nccl(group) else 0.0)),
         backend=dist.get_backend_config(group),
         use_local_synchronization=not everyone,
     )
@@ -538,12 +537,16 @@ def _group_store(group: Any) -> Any:
         return None
 
 
+def _on_nccl(group: Any) -> bool:
+    return "nccl" in dist.get_backend_config(group)
+
+
 def _group_limit(group: Any) -> float | None:
     """Seconds that a rank may wait for others in this group, or None where it does not tell. NCCL's
     watchdog ends the process after the group's timeout: a Python exception must come before.
     """
     try:
-        nccl = "nccl" in dist.get_backend_config(group)
+        nccl = _on_nccl(group)
         options = group._get_backend(torch.device("cuda" if nccl else "cpu")).options
         timeout = float(options._timeout.total_seconds())
     except (AttributeError, RuntimeError):

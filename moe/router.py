@@ -16,10 +16,9 @@ from cute_kernels.gemm_ops import kernels_on, without_launches
 from cute_kernels.router_ops import RouterWeights
 from cute_kernels.torch_router import Selection, row_scale, scores, select
 from moe.config import MoEConfig
+from moe.kernels import ALL_KERNEL_BACKENDS
 
 __all__ = ["RouterKernels", "route", "route_tokens", "router_logits", "scores", "selection"]
-
-KERNEL_BACKENDS = ("sm100", "sim", "sm90")
 
 # Bits of an activation relative to the largest of its row, in two parts; with the sign they are an
 # int32, whose bytes the kernels multiply.
@@ -138,7 +137,7 @@ class RouterKernels:
         """None for a backend, or sizes, without these kernels."""
         fits = cfg.hidden % 8 == 0 and cfg.hidden <= router_ops.MAX_HIDDEN
         fits = fits and not router_ops.unsupported(cfg.num_experts, selection(cfg))
-        return cls(cfg, backend == "sim") if backend in KERNEL_BACKENDS and fits else None
+        return cls(cfg, backend == "sim") if backend in ALL_KERNEL_BACKENDS and fits else None
 
     def refresh(self, weight: Tensor | None) -> None:
         """The weight was written to: so are its digits, if there are any."""

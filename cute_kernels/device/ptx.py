@@ -112,14 +112,6 @@ def store_f32(address: Int64, value: Float32) -> None:
     inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def reduce_f32(address: Int64, value: Float32) -> None:
-    inline_ptx("red.global.add.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def reduce_bf16x2(address: Int64, word: Uint32) -> None:
-    inline_ptx("red.global.add.noftz.bf16x2 [{$r0}], {$r1};", read_only_args=[address, word])
-
-
 def reduce_f32x4(address: Int64, values) -> None:
     """Add four fp32 to memory, each atomically, in no given order."""
     inline_ptx(
