@@ -130,9 +130,17 @@ def start_simulator() -> None:
 
 def kernels_on(device: torch.device) -> Any:
     """Context in which kernels run for tensors of ``device``: a deterministic simulator for CPU
-    tensors, unless one is active, and nothing for a GPU."""
+    tensors, unless one is active, and nothing for a GPU.
+
+    Raises RuntimeError for a program that torch.compile traces outside of a simulator: its calls
+    would run without one. Where it may break the graph, torch then runs the call as it is."""
     if device.type != "cpu" or compiler.simulating():
         return _NOTHING
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile cannot keep a simulator in a graph: compile and call the layer inside "
+            "`with sim.Simulator():`, or without fullgraph=True"
+        )
     from cute_kernels.sim import Simulator
 
     return Simulator(schedule="lazy")

@@ -41,7 +41,7 @@ from moe.local import LocalExperts
 from moe.parallel import Exchange, ExpertParallel
 from moe.ranges import stage
 from moe.reference import Tokens
-from moe.router import RouterKernels, route, route_tokens, router_logits
+from moe.router import RouterKernels, route_tokens
 from moe.weights import ExpertWeights
 from moe.workspace import Workspace, total_bytes
 
@@ -240,6 +240,10 @@ class MoE(nn.Module):
             missing += [key for n, key in names.items() if n not in found]
             super()._load_from_state_dict(state_dict, prefix, *args)
             if len(found) == len(names):
+                for name in kernels_sm90.PACKED:
+                    old = self._buffers[name]
+                    if old is not None and old.device != self.g13.device:  # assign=True moved it
+                        self._buffers[name] = torch.empty_like(old, device=self.g13.device)
                 kernels_sm90.repack(self._buffers, found, self.cfg)
         else:
             super()._load_from_state_dict(state_dict, prefix, *args)
@@ -481,8 +485,7 @@ class MoE(nn.Module):
         if routing is None:
             if self.router_weight is None:
                 raise ValueError("this layer has no router_weight: pass routing=(ids, weights)")
-            logits = router_logits(flat, self.router_weight, self.router_bias)
-            ids, weights = route(logits, self.cfg, self.selection_bias, self.tid2eid, input_ids)
+            ids, weights = self._route(flat, input_ids)
         else:
             ids, weights = self._check_ids(flat, *routing)
         if self.parallel is not None and isinstance(self.parallel.mode, Exchange):

@@ -215,6 +215,23 @@ def test_calibrate_scales_x_by_the_weight_where_the_layer_does() -> None:
     torch.testing.assert_close(layer.gx, want, rtol=2e-7, atol=0)
 
 
+def test_calibrate_through_the_router_sees_what_forward_computes() -> None:
+    """The routed factor multiplies x where weights do."""
+    case = Case(weight_on_input=True, mode="static")
+    _, cfg, weights = ref.build(case)
+    cfg = dataclasses.replace(cfg, routed_scaling_factor=2.5, scoring="sigmoid")
+    router = torch.randn(E, H, generator=torch.Generator().manual_seed(7))
+    layer = MoE(cfg, weights, router_weight=router, backend="torch", activation_scale="static")
+    x = tokens(30)
+    routes = layer._route(x, None)
+    assert (routes[1] > 1).any()
+    by_hand = {k: v.clone() for k, v in layer.calibrate(x, routing=routes).items()}
+    scales = layer.calibrate(x)
+    assert same_bits(scales["gx"], by_hand["gx"]) and same_bits(scales["gh"], by_hand["gh"])
+    want = (x.float() * routes[1]).abs().max() / 2688
+    torch.testing.assert_close(scales["gx"], want, rtol=2e-7, atol=0)
+
+
 def test_calibrate_through_the_router_and_without_a_reached_expert() -> None:
     layer = routed()
     layer.calibrate(tokens(30))

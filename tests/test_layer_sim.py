@@ -111,3 +111,22 @@ def test_bf16_activations_are_refused() -> None:
     cfg, weights = build(SHAPES[1], static=True)
     with pytest.raises(ValueError, match="activations must be 'nvfp4'"):
         MoE(cfg, weights, backend="sim", activations="bf16")
+
+
+def test_a_compiled_layer_keeps_a_simulator_around_it_and_asks_for_one() -> None:
+    """A graph cannot hold the simulator that a call outside of one starts."""
+    from cute_kernels import sim
+
+    cfg, weights = build(SHAPES[1], static=True)
+    layer, call = MoE(cfg, weights, backend="sim"), routed(cfg, 3)
+    want = layer.experts(*call)
+    whole = torch.compile(layer.experts, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        with sim.Simulator(seed=3) as s:
+            assert torch.equal(whole(*call), want)
+            kernels = len(s.launches)
+            assert torch.equal(whole(*call), want)
+        assert kernels > 3 and len(s.launches) == 2 * kernels
+        with pytest.raises(Exception, match="compile and call the layer inside"):
+            whole(*call)  # never the plain code instead
+        assert torch.equal(torch.compile(layer.experts, backend="aot_eager")(*call), want)

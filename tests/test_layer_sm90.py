@@ -227,6 +227,19 @@ def test_dtype_device_and_copies() -> None:
         other(x)
 
 
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_layer_without_values_gets_all_of_them_from_a_state_dict(assign: bool) -> None:
+    case = Case(activation="oai", biases=True)
+    options = {"router_weight": torch.ones(E, H)}
+    other = sm90(case, **options).to("meta")
+    if not assign:
+        other.to_empty(device="cpu")
+    layer, x = sm90(case, **options | {"router_weight": torch.randn(E, H)}), tokens(6)
+    other.load_state_dict(layer.state_dict(), assign=assign)
+    assert {b.device.type for b in other.buffers()} == {"cpu"}
+    assert same_bits(other(x), layer(x))
+
+
 def test_calibration_reaches_the_packed_layer() -> None:
     layer, want = sm90(), build()
     x, routes = tokens(40), routing(40)

@@ -94,6 +94,8 @@ def _storage(tensor: torch.Tensor | None) -> tuple[int, int] | None:
         if tensor is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":  # a fake tensor's, whose address torch warns about
+            return None
         first, size = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError):  # fake and functional tensors have no storage
         return None

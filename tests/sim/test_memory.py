@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_kernels.sim.memory import GlobalMemory, TensorRanges
+from cute_kernels.sim.memory import GlobalMemory, TensorRanges, _storage
 
 
 def test_a_tensor_is_kept_once_however_often_it_is_found() -> None:
@@ -19,7 +21,7 @@ def test_a_tensor_is_kept_once_however_often_it_is_found() -> None:
         ranges.scan(1)
         ranges.scan(2)
     sizes = [len(refs) for refs in ranges._known.values()]
-    alive = sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    alive = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())  # proxies may be dead
     assert sum(sizes) <= alive
     first = kept[0].untyped_storage().data_ptr()
     assert len(ranges._known[first, first + 32]) == 2  # the tensor and its view
@@ -37,6 +39,16 @@ def test_tensors_are_found_when_they_are_asked_for() -> None:
     del tensor
     memory.refresh()
     assert not memory.contains(address, 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_tensor_without_values_is_not_asked_for_its_address() -> None:
+    """torch warns about that; programs of torch.compile leave some behind."""
+    with FakeTensorMode():
+        fake = torch.zeros(16)
+    assert fake.device.type == "cpu" and _storage(fake) is None
+    real = torch.zeros(16)
+    assert _storage(real) == (real.data_ptr(), real.data_ptr() + 64)
 
 
 def test_numbers_that_look_like_addresses_are_looked_for_once(monkeypatch) -> None:
