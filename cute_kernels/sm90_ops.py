@@ -221,14 +221,19 @@ def _stage_kernel(
 class Epilogue(NamedTuple):
     """What becomes of a sum.
 
-    activation  gated: out has rows / 2 features; None: the sum itself
-    row_scale   fp32, one per row of x: multiplies the global scale
-    bias        fp32 (E, rows) in packed row order (`row_order`), added after the scales
+    activation    gated: out has rows / 2 features; None: the sum itself
+    row_scale     fp32, one per row of x: multiplies the global scale
+    bias          fp32 (E, rows) in packed row order (`row_order`), added after the scales
+    expert_scale  fp32 (E,), instead of row_scale: one for all rows of an expert
+    out_scale     fp32 (E,): outer scale with which the output is rounded to NVFP4; bf16, what
+                  `stage_rows` makes of an fp32 output
     """
 
     activation: Activation | None = None
     row_scale: Tensor | None = None
     bias: Tensor | None = None
+    expert_scale: Tensor | None = None
+    out_scale: Tensor | None = None
 
 
 class Sums(NamedTuple):
@@ -265,7 +270,7 @@ def grouped_gemm(
 
     Raises TypeError or ValueError before anything is launched.
     """
-    activation, row_scale, bias = epilogue or Epilogue()
+    activation, row_scale, bias, expert_scale, out_scale = epilogue or Epilogue()
     name, numbers = ("", []) if activation is None else activations.spec(activation)
     torch.ops.nvfp4_megamoe.sm90_grouped_gemm(
         x,
@@ -275,6 +280,8 @@ def grouped_gemm(
         expert_offsets,
         row_scale,
         bias,
+        expert_scale,
+        out_scale,
         weight.rows,
         name,
         numbers,
@@ -295,6 +302,8 @@ class _Gemm(NamedTuple):
     offsets: Tensor
     row_scale: Tensor | None
     bias: Tensor | None
+    expert_scale: Tensor | None
+    out_scale: Tensor | None
     rows: int
     name: str
     numbers: list[float]
@@ -341,6 +350,8 @@ def _gemm_kernel(*args: Any) -> None:
         activation=a.activation,
         row_scale=a.row_scale,
         bias=a.bias,
+        expert_scale=a.expert_scale,
+        out_scale=a.out_scale,
         out_dtype=a.out.dtype,
         config=_config(a.config),
         scratch=host.Sm90Scratch(a.counters, a.partial),
@@ -354,8 +365,8 @@ def _plain_gemm(*args: Any) -> tuple[Tensor]:
     if a.row_token is not None:
         token = a.row_token.clamp(min=0).long()
         x, row_scale = x[token], None if row_scale is None else row_scale[token]
-    options = (a.activation, row_scale, a.bias)
-    return (sm90_plain.grouped_gemm(x, a.weight, a.offsets, a.out, *options),)
+    parts = sm90_plain.Parts(a.activation, row_scale, a.bias, a.expert_scale, a.out_scale)
+    return (sm90_plain.grouped_gemm(x, a.weight, a.offsets, a.out, parts),)
 
 
 # ---- registration
@@ -369,8 +380,9 @@ register(
 )
 register(
     "sm90_grouped_gemm(Tensor x, Tensor? row_token, Tensor blob, Tensor alpha, "
-    "Tensor expert_offsets, Tensor? row_scale, Tensor? bias, int rows, str activation, "
-    "float[] numbers, str config, Tensor(a!) out, Tensor(b!) counters, Tensor(c!) partial)",
+    "Tensor expert_offsets, Tensor? row_scale, Tensor? bias, Tensor? expert_scale, "
+    "Tensor? out_scale, int rows, str activation, float[] numbers, str config, Tensor(a!) out, "
+    "Tensor(b!) counters, Tensor(c!) partial)",
     _check_gemm,
     _plain_gemm,
     _gemm_kernel,

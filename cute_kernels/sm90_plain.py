@@ -5,6 +5,8 @@ Sums in fp64, rounded once to fp32; everything else rounds as the kernels do.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -71,14 +73,18 @@ def _stage_tokens(
     return values, gx
 
 
+class Parts(NamedTuple):
+    """Of an epilogue, as in `cute_kernels.sm90_ops.Epilogue`; row_scale of the routed rows."""
+
+    activation: Activation | None
+    row_scale: Tensor | None
+    bias: Tensor | None
+    expert_scale: Tensor | None
+    out_scale: Tensor | None
+
+
 def grouped_gemm(
-    x: Tensor,
-    weight: Sm90Weight,
-    expert_offsets: Tensor,
-    out: Tensor,
-    activation: Activation | None,
-    row_scale: Tensor | None,
-    bias: Tensor | None,
+    x: Tensor, weight: Sm90Weight, expert_offsets: Tensor, out: Tensor, parts: Parts
 ) -> Tensor:
     """New values of ``out``; see `cute_kernels.sm90_ops.grouped_gemm`."""
     out = out.clone()
@@ -94,12 +100,17 @@ def grouped_gemm(
         w = nvfp4.decode(Nvfp4Tensor(data, scale, one), torch.float64)[order]  # packed order
         acc = (x[rows].double() @ w.t()).float()
         alpha = (weight.alpha[e] / ALPHA_FACTOR)[half]  # (1, rows)
-        if row_scale is not None:
-            alpha = row_scale[rows, None] * alpha
+        if parts.row_scale is not None:
+            alpha = parts.row_scale[rows, None] * alpha
+        if parts.expert_scale is not None:
+            alpha = parts.expert_scale[e].clamp(min=nvfp4.GLOBAL_MIN) * alpha
         value = acc * alpha
-        if bias is not None:
-            value = value + bias[e]
-        out[rows] = _activate(value, activation, weight).to(out.dtype)
+        if parts.bias is not None:
+            value = value + parts.bias[e]
+        value = _activate(value, parts.activation, weight)
+        if parts.out_scale is not None:
+            value = nvfp4.decode(nvfp4.quantize(value, parts.out_scale[e]), torch.bfloat16)
+        out[rows] = value.to(out.dtype)
     return out
 
 

@@ -4,8 +4,10 @@
             -> h, staged the same way -> L2 -> combine
 
 activations "nvfp4": the values of quantised rows are exact in bf16, their outer scales multiply the
-accumulator: the numerics of an SM100 GPU (W4A4). "bf16": h leaves L1 in bf16 (W4A16). Weights lie
-packed (`cute_kernels.sm90.layout`); nothing waits for the device.
+accumulator: the numerics of an SM100 GPU (W4A4). With an outer scale of h per expert (`gh`) L1
+rounds h itself; without, h leaves it in fp32 and is staged once its rows are whole. "bf16": h
+leaves L1 in bf16 (W4A16). Weights lie packed (`cute_kernels.sm90.layout`); nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -155,8 +157,8 @@ def experts_of(buffers: dict[str, Any], cfg: MoEConfig, first_expert: int) -> Pa
 
 
 class Scratch(NamedTuple):
-    """Buffers of one call, see `scratch_buffers`. gx, h and gh are None where rows are not
-    quantised."""
+    """Buffers of one call, see `scratch_buffers`. gx is None where rows are not quantised, h and gh
+    where h is not staged (`_stages_h`)."""
 
     sums: Sums
     x_rows: Tensor
@@ -183,15 +185,21 @@ def scratch_buffers(
         need = sm90_ops.gemm_scratch(rows, weight, config)
         counters, partial = max(counters, need[0]), max(partial, need[1])
     scaled = rows if numerics.activations == "nvfp4" else 0  # rows that have an outer scale
+    staged = rows if _stages_h(experts, numerics) else 0
     return [
         Buffer("counters", (counters,), torch.int32),
         Buffer("partial", (partial,), torch.float32),
         Buffer("x_rows", (rows, cfg.hidden), torch.bfloat16),
         Buffer("gx", (scaled,), torch.float32),
-        Buffer("h", (scaled, cfg.intermediate), torch.float32),
+        Buffer("h", (staged, cfg.intermediate), torch.float32),
         Buffer("h_rows", (rows, cfg.intermediate), torch.bfloat16),
-        Buffer("gh", (scaled,), torch.float32),
+        Buffer("gh", (staged,), torch.float32),
     ]
+
+
+def _stages_h(experts: PackedExperts, numerics: Numerics) -> bool:
+    """Does h leave L1 in fp32? Its outer scales then come from whole rows."""
+    return numerics.activations == "nvfp4" and experts.gh is None
 
 
 def last_of_each_configuration(max_tokens: int, cfg: MoEConfig, numerics: Numerics) -> list[int]:
@@ -278,7 +286,7 @@ def run_sm90(
         y = torch.zeros((count, cfg.hidden), dtype=torch.float32, device=x.device)
         return (y if shared is None else y + shared.float()).to(dtype)
     tensors = allocate(_buffers_of_call(count, cfg, experts, numerics), x.device, workspace)
-    scratch = _scratch(configuration(count, cfg, numerics), numerics, tensors)
+    scratch = _scratch(configuration(count, cfg, numerics), experts, numerics, tensors)
     mix = topk_weights.float()
     with stage("moe.route"):
         local = (experts.first_expert, experts.num_experts)
@@ -334,7 +342,7 @@ def run_received(
     unspecified. ``tensors``: `received_buffers` for R rows.
     """
     config = _received_configuration(plan.row_token.shape[0], experts)
-    scratch = _scratch(config, numerics, tensors)
+    scratch = _scratch(config, experts, numerics, tensors)
     with stage("moe.quantize"):
         _stage_received(values, gx, plan, scratch)
     return _expert_rows(plan, experts, scratch)
@@ -352,8 +360,9 @@ def _expert_rows(
     plan: RoutingPlan, experts: PackedExperts, scratch: Scratch, tokens: Tensor | None = None
 ) -> Tensor:
     """Staged rows, or ``tokens`` bf16 (T, H) -> o (R, H) bf16, in the memory of x_rows."""
-    offsets, sums, h_rows, gh = plan.expert_offsets, scratch.sums, scratch.h_rows, scratch.gh
+    offsets, sums, h_rows = plan.expert_offsets, scratch.sums, scratch.h_rows
     sums.counters.zero_()
+    static = experts.gh if scratch.gx is not None and scratch.h is None else None
     with stage("moe.l1"):
         sm90_ops.grouped_gemm(
             scratch.x_rows if tokens is None else tokens,
@@ -361,25 +370,28 @@ def _expert_rows(
             offsets,
             h_rows if scratch.h is None else scratch.h,
             sums,
-            epilogue=Epilogue(experts.activation, scratch.gx, experts.b13),
+            epilogue=Epilogue(experts.activation, scratch.gx, experts.b13, out_scale=static),
             row_token=None if tokens is None else plan.row_token,
         )
     if scratch.h is not None:
         with stage("moe.quantize"):
-            sm90_ops.stage_rows(scratch.h, offsets, h_rows, gh, outer=experts.gh)
+            sm90_ops.stage_rows(scratch.h, offsets, h_rows, scratch.gh)
     with stage("moe.l2"):
-        epilogue = Epilogue(row_scale=gh, bias=experts.b2)
+        epilogue = Epilogue(row_scale=scratch.gh, bias=experts.b2, expert_scale=static)
         o = scratch.x_rows
         sm90_ops.grouped_gemm(h_rows, experts.l2, offsets, o, sums, epilogue=epilogue)
     return o
 
 
-def _scratch(config: str, numerics: Numerics, tensors: list[Tensor]) -> Scratch:
+def _scratch(
+    config: str, experts: PackedExperts, numerics: Numerics, tensors: list[Tensor]
+) -> Scratch:
     counters, partial, x_rows, gx, h, h_rows, gh = tensors
     sums = Sums(config, counters, partial)
-    if numerics.activations == "bf16":
-        return Scratch(sums, x_rows, None, None, h_rows, None)
-    return Scratch(sums, x_rows, gx, h, h_rows, gh)
+    scaled = gx if numerics.activations == "nvfp4" else None
+    if not _stages_h(experts, numerics):
+        return Scratch(sums, x_rows, scaled, None, h_rows, None)
+    return Scratch(sums, x_rows, scaled, h, h_rows, gh)
 
 
 def _outer_scale(

@@ -304,9 +304,37 @@ def test_a_share_of_the_experts_gets_the_configuration_of_the_whole() -> None:
     assert len(names) == 4 and len(set(names)) == 1
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_static_h_leaves_l1_rounded(monkeypatch, static: bool) -> None:
+    """No fp32 h, no scale per row, no kernel between the GEMMs; with a scale per row all three."""
+    layer, staged, epilogues = sm90(Case(static_h=static)), [], []
+    stage_rows, gemm = sm90_ops.stage_rows, sm90_ops.grouped_gemm
+
+    def stage(*args: Any, **options: Any) -> None:
+        staged.append(args)
+        stage_rows(*args, **options)
+
+    def multiply(*args: Any, **options: Any) -> None:
+        epilogues.append(options["epilogue"])
+        gemm(*args, **options)
+
+    monkeypatch.setattr(sm90_ops, "stage_rows", stage)
+    monkeypatch.setattr(sm90_ops, "grouped_gemm", multiply)
+    layer.experts(tokens(9), *routing(9))
+    l1, l2 = epilogues
+    assert len(staged) == (1 if static else 2)
+    assert (l1.out_scale is not None) == (l2.expert_scale is not None) == static
+    assert (l2.row_scale is None) == static
+    packed = layer._packed_experts()
+    buffers = kernels_sm90.scratch_buffers(9 * K, "middle", layer.cfg, packed, layer.numerics)
+    rows = {b.name: b.shape[0] for b in buffers}
+    assert rows["h"] == rows["gh"] == (0 if static else 9 * K)
+
+
+@pytest.mark.parametrize("static_h", [False, True])
 @pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
-def test_plan_memory_is_the_largest_call(monkeypatch, activations: str) -> None:
-    layer = sm90(Case(activations=activations))
+def test_plan_memory_is_the_largest_call(monkeypatch, activations: str, static_h: bool) -> None:
+    layer = sm90(Case(activations=activations, static_h=static_h))
     sizes: list[int] = []
     original = kernels_sm90.allocate
 
@@ -329,7 +357,7 @@ def test_plan_memory_is_the_largest_call(monkeypatch, activations: str) -> None:
 
 
 def layer_case(layer: MoE) -> Case:
-    return Case(activations=layer.numerics.activations)
+    return Case(activations=layer.numerics.activations, static_h=layer.gh is not None)
 
 
 def test_layers_share_a_workspace() -> None:

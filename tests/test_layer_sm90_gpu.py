@@ -5,6 +5,7 @@ GEMMs."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from moe import (
     SwiGLU,
     SwiGLUOAI,
     Workspace,
+    kernels_sm90,
     make_plan,
     reference,
 )
@@ -110,12 +112,16 @@ class Recorder:
             self.stages.append({"x": x, "values": values.clone(), "gx": copied(gx), **kw})
 
         def multiplied(x: Tensor, w: Any, offsets: Tensor, out: Tensor, *a: Any, **kw: Any) -> None:
-            before = x.clone()  # out may be the same memory
+            before, epilogue, wide = x.clone(), kw["epilogue"], None  # out may be the same memory
+            if epilogue.out_scale is not None:  # what is rounded, in fp32
+                wide = out.new_empty(out.shape, dtype=torch.float32)
+                exact = epilogue._replace(out_scale=None)
+                grouped_gemm(x, w, offsets, wide, *a, **kw | {"epilogue": exact})
             grouped_gemm(x, w, offsets, out, *a, **kw)
             token = kw.get("row_token")
             before = before if token is None else before[token.clamp(min=0).long()]
-            scale = kw["epilogue"].row_scale
-            self.gemms.append({"x": before, "out": out.clone(), "row_scale": scale})
+            scales = {n: getattr(epilogue, n) for n in ("row_scale", "expert_scale", "out_scale")}
+            self.gemms.append({"x": before, "out": out.clone(), "wide": wide} | scales)
 
         monkeypatch.setattr(sm90_ops, "stage_rows", staged)
         monkeypatch.setattr(sm90_ops, "grouped_gemm", multiplied)
@@ -186,7 +192,9 @@ def check_layer(
         TORCH_MATH, parts[0].float(), None if up is None else up.float()
     ).double()
     bound = hidden_bound(cfg, parts[0], up, errors[0], errors[1] if step == 2 else None)
-    h = l1["out"][:end]
+    static = quantised and w.gh is not None
+    assert (l1["out_scale"] is not None) == (l2["expert_scale"] is not None) == static
+    h = (l1["wide"] if static else l1["out"])[:end]
     assert h.dtype == (torch.float32 if quantised else torch.bfloat16)
     if not quantised:
         bound = bound + check.half_ulp(want_h.abs() + bound, torch.bfloat16)
@@ -200,7 +208,7 @@ def check_layer(
         outer: Any = "per_token" if w.gh is None else w.gh[expert]
         q, exact = nvfp4.quantize(h, outer), nvfp4.quantize(want_h.float(), outer)
         check.assert_bytes_equal(l2["x"][:end], nvfp4.decode(q, torch.bfloat16), "hq")
-        gh = l2["row_scale"][:end]
+        gh = w.gh.clamp(min=nvfp4.GLOBAL_MIN)[expert] if static else l2["row_scale"][:end]
         check.assert_bytes_equal(gh, q.global_scale.expand(end).contiguous(), "gh")
         different = nvfp4.unpack(q.data) != nvfp4.unpack(exact.data)
         flipped = float(different.float().mean())
@@ -219,11 +227,17 @@ def check_layer(
 
 
 @pytest.mark.parametrize("count", [1, 40, 1000])
-@pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [*itertools.product(MODELS, ("nvfp4", "bf16")), ("gpt-oss", "nvfp4 static")],
+)
 def test_whole_layer(monkeypatch, name: str, activations: str, count: int) -> None:
     cfg = MODELS[name]
     weights = random_weights(cfg, biases=name == "gpt-oss")
+    activations, _, static = activations.partition(" ")
+    if static:
+        gh = torch.linspace(5e-4, 2e-3, cfg.num_experts, device=CUDA)
+        weights = dataclasses.replace(weights, gh=gh)
     layer = MoE(cfg, weights, backend="sm90", activations=activations)
     flipped = check_layer(layer, *inputs(cfg, count), monkeypatch)
     assert flipped < 1e-3, f"{flipped:.1e} of the codes of h differ"
@@ -239,6 +253,54 @@ def test_scales_of_activations(monkeypatch, scale: str, on_input: bool) -> None:
     layer = MoE(cfg, weights, backend="sm90", activation_scale=scale)
     for count in (2, 100):
         assert check_layer(layer, *inputs(cfg, count), monkeypatch) < 1e-3
+
+
+def with_staged_h(monkeypatch: pytest.MonkeyPatch) -> None:
+    """h leaves L1 in fp32, a kernel of its own rounds it, and L2 finds a scale per row."""
+    grouped_gemm, scales = sm90_ops.grouped_gemm, []
+
+    def gemm(x: Tensor, w: Any, offsets: Tensor, out: Tensor, sums: Any, **kw: Any) -> None:
+        epilogue = kw.pop("epilogue")
+        outer = epilogue.out_scale
+        if epilogue.expert_scale is not None:
+            epilogue = epilogue._replace(expert_scale=None, row_scale=scales.pop())
+        kw["epilogue"] = epilogue._replace(out_scale=None)
+        if outer is None:
+            return grouped_gemm(x, w, offsets, out, sums, **kw)
+        h = out.new_empty(out.shape, dtype=torch.float32)
+        grouped_gemm(x, w, offsets, h, sums, **kw)
+        scales.append(h.new_empty(h.shape[0]))
+        return sm90_ops.stage_rows(h, offsets, out, scales[-1], outer=outer)
+
+    monkeypatch.setattr(sm90_ops, "grouped_gemm", gemm)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "nemotron"])
+def test_static_h_has_the_bits_of_staged_rows(name: str) -> None:
+    """In every configuration, with NaN and infinity among the tokens and scales of h that saturate
+    it, leave it at its smallest, or fit."""
+    cfg = MODELS[name]
+    weights = random_weights(cfg, biases=name == "gpt-oss")
+    gh = torch.tensor([1e-3, 1e-6, 10.0, 0.0], device=CUDA).repeat(cfg.num_experts // 4)
+    weights = dataclasses.replace(weights, gh=gh)
+    layer = MoE(cfg, weights, backend="sm90")
+    rows = (0.4, 20, 45, 100, 160)  # per expert
+    counts = [max(int(r * cfg.num_experts / cfg.top_k), 2) for r in rows]
+    used = {kernels_sm90.configuration(n, cfg, layer.numerics) for n in counts}
+    assert used == {"decode", "middle", "trio", "duo", "prefill"}
+    for count in counts:
+        x, ids, mix = inputs(cfg, count)
+        x[0, 5] = float("nan")
+        if count > 4:
+            x[count // 2, 7] = float("inf")
+        y = layer.experts(x, ids, mix)
+        with pytest.MonkeyPatch.context() as m:
+            with_staged_h(m)
+            want = layer.experts(x, ids, mix)
+        nan = want.isnan()
+        assert bool(nan.any()) and not bool(nan.all() or want.nan_to_num().eq(0).all())
+        check.assert_bytes_equal(y.isnan(), nan, f"{count} tokens")
+        check.assert_bytes_equal(y.nan_to_num(), want.nan_to_num(), f"{count} tokens")
 
 
 @pytest.mark.parametrize(

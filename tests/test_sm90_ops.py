@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels import compile as compiler
 from cute_kernels import nvfp4, sm90_ops
 from cute_kernels.activations import SwiGLU, spec
-from cute_kernels.sm90 import weights
+from cute_kernels.sm90 import host, weights
 from cute_kernels.sm90.layout import ALPHA_FACTOR
 from tests.layers import poison
 from tests.small_kernels import Case, assert_same, guarded, plan
@@ -174,8 +174,16 @@ def gemm_arguments() -> tuple:
     offsets, _, _, _ = plan(case)
     weight, x = packed(), torch.cat((case.x(), case.x()))
     scratch = (torch.zeros(2, dtype=torch.int32), torch.zeros(1))
-    fixed = (weight.blob, weight.alpha, offsets, torch.rand(18), torch.rand(8, 32))
+    fixed = (weight.blob, weight.alpha, offsets, torch.rand(18), torch.rand(8, 32), None, None)
     return (x, None, *fixed, 32, *spec(SwiGLU()), "middle", torch.zeros(18, 16), *scratch)
+
+
+def rounded_arguments() -> tuple:
+    """Scales by expert: of the rows, and to round the output with."""
+    x, token, blob, alpha, offsets, _, bias, _, _, *rest = gemm_arguments()
+    scales = (torch.rand(8), torch.rand(8))
+    rest[-3] = rest[-3].bfloat16()
+    return (x, token, blob, alpha, offsets, None, bias, *scales, *rest)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +192,7 @@ def gemm_arguments() -> tuple:
         ("sm90_stage_rows", stage_arguments),
         ("sm90_stage_rows", token_arguments),
         ("sm90_grouped_gemm", gemm_arguments),
+        ("sm90_grouped_gemm", rounded_arguments),
     ],
 )
 @pytest.mark.parametrize(
@@ -236,6 +245,24 @@ def test_what_stage_rows_refuses(change: dict[str, Any], message: str) -> None:
     sm90_ops.stage_rows(**arguments)
     with pytest.raises((TypeError, ValueError), match=message):
         sm90_ops.stage_rows(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out_scale": torch.ones(7)}, r"out_scale must be .* \(8,\)"),
+        ({"expert_scale": torch.ones(8).double()}, "expert_scale must be contiguous torch.float32"),
+        ({"row_scale": torch.ones(18), "expert_scale": torch.ones(8)}, "pass one of them"),
+        ({"out_scale": torch.ones(8), "out_dtype": torch.float32}, "to bf16, got 16 features"),
+        ({"out_scale": torch.ones(8), "rows": 48}, "blocks of 16 features .* got 24 features"),
+    ],
+)
+def test_what_the_gemm_refuses_of_scales(change: dict[str, Any], message: str) -> None:
+    options = {"rows": 32} | change
+    weight, offsets = packed(options.pop("rows")), torch.tensor([0] * 8 + [18], dtype=torch.int32)
+    x = torch.zeros((18, 64), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        host.sm90_grouped_gemm(x, weight, offsets, activation=SwiGLU(), **options)
 
 
 def test_no_rows() -> None:

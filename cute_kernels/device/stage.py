@@ -120,10 +120,10 @@ class StageRows(QuantizeRows):
                 g = ptx.load_f32(outer.toint() + Int64(expert) * 4)
             else:
                 g = ptx.load_f32(outer.toint())
-            g = cute.arch.fmax(g, Float32(GLOBAL_MIN), nan=True)
-            c = Float32(1.0) / ptx.mul(g, Float32(6.0))
+            g, c = rounding_of(g)
             blocks = [
-                self.round_block(self.elements(w, factor), a, g, c) for w, a in zip(words, amaxes)
+                self.pack(round_values(self.elements(w, factor), a, g, c))
+                for w, a in zip(words, amaxes)
             ]
         elif cutlass.const_expr(self.dtype == "BFloat16" and factor is None):
             blocks = words
@@ -150,18 +150,8 @@ class StageRows(QuantizeRows):
         if self.quantised:
             ptx.store_f32(outputs[1].toint() + Int64(row) * 4, g)
 
-    def round_block(self, values, amax_bits, g, c):
-        """8 words of bf16: the values of a block that NVFP4 has, without g."""
-        raw = ptx.mul(amax_bits.bitcast(Float32), c)
-        clamped = cute.arch.fmax(raw, Float32(2.0**-9), nan=True)
-        byte = ptx.encode_e4m3(cute.arch.fmin(clamped, Float32(448.0), nan=True))
-        scale = ptx.decode_ue4m3(byte)
-        r = Float32(1.0) / ptx.mul(scale, g)
-        scale = ptx.select(byte == UE4M3_NAN, Uint32(_NAN), scale.bitcast(Uint32)).bitcast(Float32)
-        return self.pack([ptx.mul(round_e2m1(ptx.mul(v, r)), scale) for v in values])
-
     def pack(self, values):
-        return [ptx.pack_bf16x2(a, b) for a, b in zip(values[::2], values[1::2])]
+        return pack_pairs(values)
 
     @cute.jit
     def expert_of(self, row, offsets, experts):
@@ -173,6 +163,42 @@ class StageRows(QuantizeRows):
                 ended = ptx.load_i32(offsets + Int64(first + lane + 1) * 4) <= row
             expert += cute.arch.popc(cute.arch.vote_ballot_sync(ended))
         return expert
+
+
+def pack_pairs(values):
+    """fp32 -> bf16, two to a word, the first in the low half."""
+    return [ptx.pack_bf16x2(a, b) for a, b in zip(values[::2], values[1::2])]
+
+
+def usable_scale(g: Float32) -> Float32:
+    """An outer scale as it is used: not too small for its reciprocal; NaN stays."""
+    return cute.arch.fmax(g, Float32(GLOBAL_MIN), nan=True)
+
+
+def rounding_of(g: Float32) -> tuple[Float32, Float32]:
+    """(outer scale as it is used, factor of a block's amax): once per row or more."""
+    g = usable_scale(g)
+    return g, Float32(1.0) / ptx.mul(g, Float32(6.0))
+
+
+def magnitude_bits(values) -> Uint32:
+    """Bits of the largest magnitude of fp32 values. Compared as integers, so NaN wins."""
+    return tree(cutlass.max, [v.bitcast(Uint32) & 0x7FFFFFFF for v in values])
+
+
+def round_values(values, amax_bits, g, c):
+    """Values of one block -> those that NVFP4 has, without g: fp32, exact in bf16.
+
+    ``values`` may be a part of the block; ``amax_bits`` is `magnitude_bits` of all of it, ``g`` and
+    ``c`` are `rounding_of`.
+    """
+    raw = ptx.mul(amax_bits.bitcast(Float32), c)
+    clamped = cute.arch.fmax(raw, Float32(2.0**-9), nan=True)
+    byte = ptx.encode_e4m3(cute.arch.fmin(clamped, Float32(448.0), nan=True))
+    scale = ptx.decode_ue4m3(byte)
+    r = Float32(1.0) / ptx.mul(scale, g)
+    scale = ptx.select(byte == UE4M3_NAN, Uint32(_NAN), scale.bitcast(Uint32)).bitcast(Float32)
+    return [ptx.mul(round_e2m1(ptx.mul(v, r)), scale) for v in values]
 
 
 def swap_halves(block, tid):

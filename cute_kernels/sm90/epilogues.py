@@ -8,6 +8,8 @@ to store for the pair.
                                                      weight row r
     scale_of(args, token_row) -> scale               of one routed row; None without row_scale
     pair(context, scale, low, high) -> values        tuple of ``values_per_pair`` fp32
+    rounding(args, expert) -> (g, c)                 once per tile: how blocks of 16 values are
+                                                     rounded (`device.stage.rounding_of`), or None
 """
 
 import dataclasses
@@ -19,20 +21,25 @@ from cute_kernels.activations import Activation
 from cute_kernels.compile import Ptr
 from cute_kernels.device.math import DEVICE_MATH
 from cute_kernels.device.ptx import add, load_f32, load_i32, mul
+from cute_kernels.device.stage import rounding_of, usable_scale
 
 
 class EpilogueArgs(NamedTuple):
-    """alpha      float32 (E, 2), see `weights.Sm90Weight`
-    row_scale  float32 (rows of x,) or None: multiplies every row of the output (outer scale of
-               quantised activations)
-    row_token  int32 (routed rows,) or None: row of x of each routed row
-    bias       float32 (E, weight rows) in packed row order or None
+    """alpha         float32 (E, 2), see `weights.Sm90Weight`
+    row_scale     float32 (rows of x,) or None: multiplies every row of the output (outer scale of
+                  quantised activations)
+    row_token     int32 (routed rows,) or None: row of x of each routed row
+    bias          float32 (E, weight rows) in packed row order or None
+    expert_scale  float32 (E,) or None: instead of row_scale, the same for all rows of an expert
+    out_scale     float32 (E,) or None: outer scale with which the output is rounded to NVFP4
     """
 
     alpha: Any
     row_scale: Any
     row_token: Any
     bias: Any
+    expert_scale: Any
+    out_scale: Any
 
 
 class Context(NamedTuple):
@@ -44,19 +51,24 @@ class Context(NamedTuple):
 class StoreRows:
     """out[row, feature] = acc * (row_scale * alpha) + bias, stored as ``dtype``.
 
-    indexed  row_scale belongs to rows of x: routed rows find theirs through row_token
+    indexed    row_scale belongs to rows of x: routed rows find theirs through row_token
+    by_expert  the scale of rows is that of their expert
+    rounded    to values of NVFP4 without their outer scale; ``dtype`` is bf16, which has them all
     """
 
     row_scale: bool = False
     bias: bool = False
     indexed: bool = False
     dtype: str = "BFloat16"  # or "Float32"
+    by_expert: bool = False
+    rounded: bool = False
     values_per_pair = 2
     kind = "store"
 
     @property
     def name(self) -> str:
-        return self.kind + ("_f32" if self.dtype == "Float32" else "")
+        rounded = "_nvfp4" if self.rounded else ""
+        return self.kind + ("_f32" if self.dtype == "Float32" else rounded)
 
     @property
     def arguments(self) -> EpilogueArgs:
@@ -66,6 +78,8 @@ class StoreRows:
             f32 if self.row_scale else None,
             Ptr("Int32", 4) if self.row_scale and self.indexed else None,
             f32 if self.bias else None,
+            f32 if self.by_expert else None,
+            f32 if self.rounded else None,
         )
 
     def begin(self, args: EpilogueArgs, expert: Int32, row: Int32, num_rows: Int32) -> Context:
@@ -74,7 +88,16 @@ class StoreRows:
         if self.bias:
             first = args.bias.toint() + (Int64(expert) * num_rows + row) * 4
             bias = (load_f32(first), load_f32(first + 32))
-        return Context((load_f32(at), load_f32(at + 4)), bias)
+        alpha = (load_f32(at), load_f32(at + 4))
+        if self.by_expert:
+            g = usable_scale(load_f32(args.expert_scale.toint() + Int64(expert) * 4))
+            alpha = (mul(g, alpha[0]), mul(g, alpha[1]))
+        return Context(alpha, bias)
+
+    def rounding(self, args: EpilogueArgs, expert: Int32) -> tuple[Float32, Float32] | None:
+        if not self.rounded:
+            return None
+        return rounding_of(load_f32(args.out_scale.toint() + Int64(expert) * 4))
 
     def scale_of(self, args: EpilogueArgs, token_row: Int32) -> Any:
         if not self.row_scale:

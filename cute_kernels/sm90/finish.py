@@ -5,7 +5,7 @@ Register v of an accumulator: token 8 (v // 4) + 2 (lane % 4) + v % 2, packed we
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,11 +14,13 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.device.ptx import (
     allow_next_kernel,
     pack_bf16x2,
+    select,
     store_f32,
     store_u32x2,
     store_u32x4,
     wait_for_previous_kernel,
 )
+from cute_kernels.device.stage import magnitude_bits, pack_pairs, round_values, swap_halves
 from cute_kernels.sm90 import layout
 from cute_kernels.sm90.config import Sm90Config
 from cute_kernels.sm90.epilogues import StoreRows
@@ -27,10 +29,16 @@ BARRIER = 1  # named barriers 1, 2: one per warpgroup of consumers
 
 
 def make_finish(gemm: Any) -> Any:
-    kind = SplitFinish if gemm.config.split_k else DirectFinish
-    if kind is DirectFinish and gemm.epilogue.dtype == "Float32":
-        kind = WideFinish
-    return kind(gemm.epilogue, gemm.config)
+    if gemm.config.split_k:
+        return SplitFinish(gemm.epilogue, gemm.config)
+    return whole_k_finish(gemm.epilogue, gemm.config)
+
+
+def whole_k_finish(epilogue: StoreRows, config: Sm90Config) -> Any:
+    """Where accumulators hold the sum over all of K."""
+    if epilogue.rounded:
+        return RoundedFinish(epilogue, config)
+    return (WideFinish if epilogue.dtype == "Float32" else DirectFinish)(epilogue, config)
 
 
 def first_row(config: Sm90Config, tile: Any, block: int, warpgroup: Int32) -> Int32:
@@ -56,6 +64,26 @@ class TileScales:
         return cute.arch.shuffle_sync(word, Int32(first % 32 + odd) + 2 * (lane % 4))
 
 
+class OutRows(NamedTuple):
+    """Where a warpgroup's 64 weight rows of a tile go.
+
+    out, features  base and width of the output
+    column         first feature of the warpgroup
+    tile           `scheduler.Tile`
+    rounding       `StoreRows.rounding`
+    """
+
+    out: Any
+    features: Int32
+    column: Int32
+    tile: Any
+    rounding: Any
+
+    def address(self, token: int, column: Int32) -> Int64:
+        """Of a bf16 feature of a token of the tile."""
+        return self.out.toint() + (Int64(self.tile.row0 + token) * self.features + column) * 2
+
+
 @dataclasses.dataclass(frozen=True)
 class DirectFinish:
     """Registers -> shared memory (stmatrix, transposed) -> 16-byte stores along the features of a
@@ -69,6 +97,11 @@ class DirectFinish:
     epilogue: StoreRows
     config: Sm90Config
 
+    @property
+    def tokens(self) -> int:
+        """How many are staged at a time."""
+        return self.config.epilogue_tokens
+
     @cute.jit
     def __call__(
         self,
@@ -81,11 +114,11 @@ class DirectFinish:
         tile: Any,
         staging: Int32,
     ):
-        tokens = self.config.epilogue_tokens
         half, thread = tidx // 128, tidx % 128
-        buffer = staging + half * (tokens * 128)
+        buffer = staging + half * (self.config.epilogue_tokens * 128)
         features = args.weight_rows // (2 // self.epilogue.values_per_pair)
         scales = TileScales(self.epilogue, epilogue_args, tile, n)
+        rounding = self.epilogue.rounding(epilogue_args, tile.expert)
         for m in cutlass.range_constexpr(self.config.blocks64):
             row = first_row(self.config, tile, m, half)
             mine = row + thread // 32 * 16 + cute.arch.lane_idx() // 4
@@ -95,13 +128,14 @@ class DirectFinish:
                 cutlass.min(mine, args.weight_rows - 9),
                 args.weight_rows,
             )
-            for first in cutlass.range_constexpr(0, n, tokens):
-                count = min(tokens, n - first)
+            column = row // (2 // self.epilogue.values_per_pair)
+            rows = OutRows(args.out, features, column, tile, rounding)
+            for first in cutlass.range_constexpr(0, n, self.tokens):
+                count = min(self.tokens, n - first)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
                 self._stage(first, count, accs[m], thread, buffer, context, scales)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
-                column = row // (2 // self.epilogue.values_per_pair)
-                self._store(first, count, thread, buffer, args, features, column, tile)
+                self._store(first, count, thread, buffer, rows)
 
     @cute.jit
     def _stage(
@@ -146,25 +180,99 @@ class DirectFinish:
         count: cutlass.Constexpr,
         thread: Int32,
         buffer: Int32,
-        args: Any,
-        features: Int32,
-        column: Int32,
-        tile: Any,
+        rows: Any,
     ):
         chunks = 4 * self.epilogue.values_per_pair  # 16-byte chunks of a token's features
         per_pass = 128 // chunks
         chunk = thread % chunks
-        out = args.out.toint() + (Int64(tile.row0 + first) * features + column + chunk * 8) * 2
+        column = rows.column + chunk * 8
+        out = rows.address(first, column)
         for p in cutlass.range_constexpr(-(-count // per_pass)):
             token = p * per_pass + thread // chunks
             swizzled = chunk ^ (token % 8 if chunks == 8 else token // 2 % 4)
-            if first + token < tile.n and column + chunk * 8 < features and token < count:
-                words = cute.arch.inline_ptx(
-                    "ld.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                    write_only_types=[Uint32] * 4,
-                    read_only_args=[buffer + token * (chunks * 16) + swizzled * 16],
-                )
-                store_u32x4(out + Int64(token) * features * 2, words)
+            if first + token < rows.tile.n and column < rows.features and token < count:
+                words = load_shared_u32x4(buffer + token * (chunks * 16) + swizzled * 16)
+                store_u32x4(out + Int64(token) * rows.features * 2, words)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedFinish(DirectFinish):
+    """Registers -> fp32 in shared memory -> blocks of 16 features, one to a thread, rounded to
+    NVFP4 values -> bf16, 16-byte stores.
+
+    A block of gated features lies in two warps, one of 64 weight rows in the accumulators of eight
+    lanes: in shared memory a thread finds it whole. 16-byte chunk c of token t lies at chunk
+    c ^ (t % 8): neither side has bank conflicts. Features are a multiple of 16.
+    """
+
+    @property
+    def tokens(self) -> int:
+        return self.config.epilogue_tokens // (8 * self.epilogue.values_per_pair) * 8
+
+    @cute.jit
+    def _stage(
+        self,
+        first: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        acc: Any,
+        thread: Int32,
+        buffer: Int32,
+        context: Any,
+        scales: Any,
+    ):
+        lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
+        feature = thread // 32 * (8 * per_pair) + lane // 4
+        for odd in cutlass.range_constexpr(2):
+            token = 2 * (lane % 4) + odd  # of every eight
+            at = [
+                buffer + token * (128 * per_pair) + (chunk ^ token) * 16 + feature % 4 * 4
+                for chunk in (feature // 4, feature // 4 + 2)
+            ]
+            for t8 in cutlass.range_constexpr(0, count, 8):
+                v, scale = (first + t8) // 2 + odd, scales.of(first + t8, lane, odd)
+                values = self.epilogue.pair(context, scale, acc[v], acc[v + 2])
+                for i in cutlass.range_constexpr(per_pair):
+                    cute.arch.inline_ptx(
+                        "st.shared.f32 [{$r0}], {$r1};",
+                        read_only_args=[at[i] + t8 * (128 * per_pair), values[i]],
+                    )
+
+    @cute.jit
+    def _store(
+        self,
+        first: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        thread: Int32,
+        buffer: Int32,
+        rows: Any,
+    ):
+        blocks = 2 * self.epilogue.values_per_pair  # of a token
+        per_pass, width = 128 // blocks, 64 * blocks  # tokens, bytes of a token
+        block = thread // (2 * per_pass) * 2 + thread % 2
+        column = (
+            rows.column + block // 2 * 32 + thread % 2 * 8
+        )  # of a half of the pair's even block
+        out = rows.address(first, column)
+        for p in cutlass.range_constexpr(-(-count // per_pass)):
+            token = p * per_pass + thread // 2 % per_pass
+            # the first token of this warp: false for none of its lanes or for all
+            if (
+                cutlass.min(count, rows.tile.n - first)
+                > p * per_pass + thread // 32 * 16 % per_pass
+            ):
+                source = cutlass.min(token, count - 1)
+                values = []
+                for i in cutlass.range_constexpr(4):
+                    chunk = (block * 4 + i) ^ (source % 8)
+                    words = load_shared_u32x4(buffer + source * width + chunk * 16)
+                    values += [w.bitcast(Float32) for w in words]
+                rounded = round_values(values, magnitude_bits(values), *rows.rounding)
+                words = swap_halves(pack_pairs(rounded), thread)
+                if first + token < rows.tile.n and token < count:
+                    at = out + Int64(token) * rows.features * 2
+                    for j in cutlass.range_constexpr(2):
+                        if column + 16 * j < rows.features:
+                            store_u32x4(at + 32 * j, words[4 * j : 4 * j + 4])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +381,8 @@ class Combine:
         row = group // 2 * 16 + group % 2 * 4
         wait_for_previous_kernel()
         allow_next_kernel()
-        if row < args.weight_rows and expert < args.num_experts:
+        first = (group - cute.arch.lane_idx()) * 8  # row of the warp
+        if first < args.weight_rows and expert < args.num_experts:
             self._sum(args, epilogue_args, expert, token, row)
 
     @cute.jit
@@ -289,27 +398,45 @@ class Combine:
 
     @cute.jit
     def _sum(self, args: Any, epilogue_args: Any, expert: Int32, token: Int32, row: Int32):
-        stride = Int64(padded_rows(args)) * 4
+        stride, exists = Int64(padded_rows(args)) * 4, row < args.weight_rows
+        row = select(exists, row, row % 16)  # the whole warp is here: lanes share blocks
         at = args.partial.toint() + Int64(token) * stride + row * 4
         sums = [Float32(0.0) for _ in range(8)]
         for _ in cutlass.range(num_chunks(args), unroll=4):
             values = load_f32x4(at) + load_f32x4(at + 32)
             sums = [s + v for s, v in zip(sums, values)]
             at += args.num_rows * stride
-        outs, scale = [], self.epilogue.scale_of(epilogue_args, token)
+        pairs, scale = [], self.epilogue.scale_of(epilogue_args, token)
         for i in cutlass.range_constexpr(4):
             context = self.epilogue.begin(epilogue_args, expert, row + i, args.weight_rows)
-            outs.append(self.epilogue.pair(context, scale, sums[i], sums[4 + i]))
+            pairs.append(self.epilogue.pair(context, scale, sums[i], sums[4 + i]))
+        outs = self._round([v for column in zip(*pairs) for v in column], epilogue_args, expert)
+        if exists:
+            self._store(args, token, row, outs)
+
+    def _round(self, values: list[Float32], epilogue_args: Any, expert: Int32) -> list[Float32]:
+        """A block of 16 features lies in 2 lanes, or in 4 that have one of a pair."""
+        rounding = self.epilogue.rounding(epilogue_args, expert)
+        if rounding is None:
+            return values
+        amax = magnitude_bits(values)
+        for distance in (1, 2)[: 3 - self.epilogue.values_per_pair]:
+            amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, distance))
+        return round_values(values, amax, *rounding)
+
+    @cute.jit
+    def _store(self, args: Any, token: Int32, row: Int32, values: Any):
+        """Features of packed rows row .. row + 3, then, of pairs, those of row + 8 .. row + 11."""
         per_pair = self.epilogue.values_per_pair
         size = 4 if self.epilogue.dtype == "Float32" else 2
         out = args.out.toint() + Int64(token) * (args.weight_rows // (2 // per_pair)) * size
         for j in cutlass.range_constexpr(per_pair):
             column = row + 8 * j if per_pair == 2 else row // 16 * 8 + row % 16
+            four = values[4 * j : 4 * j + 4]
             if cutlass.const_expr(size == 4):
-                store_u32x4(out + column * 4, [outs[i][j].bitcast(Uint32) for i in range(4)])
+                store_u32x4(out + column * 4, [v.bitcast(Uint32) for v in four])
             else:
-                words = [pack_bf16x2(outs[i][j], outs[i + 1][j]) for i in (0, 2)]
-                store_u32x2(out + column * 2, words)
+                store_u32x2(out + column * 2, pack_pairs(four))
 
 
 def padded_rows(args: Any) -> Int32:
@@ -321,6 +448,14 @@ def num_chunks(args: Any) -> Int32:
     """Chunks of chunk_steps * 128 k."""
     steps = (args.k + (layout.TILE_K - 1)) // layout.TILE_K
     return (steps + args.chunk_steps - 1) // args.chunk_steps
+
+
+def load_shared_u32x4(address: Int32) -> tuple[Uint32, ...]:
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
 
 
 def load_f32x4(address: Int64) -> tuple[Float32, ...]:

@@ -59,6 +59,8 @@ def sm90_grouped_gemm(
     activation: Activation | None = None,
     row_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
     config: Sm90Config | None = None,
@@ -77,6 +79,10 @@ def sm90_grouped_gemm(
     row_scale        float32, one per row of x: multiplies alpha (outer scale of quantised
                      activations)
     bias             float32 (E, rows) in packed row order (`weights.row_order`): added after alpha
+    expert_scale     float32 (E,), instead of row_scale: the same for all rows of an expert
+    out_scale        float32 (E,): outer scale with which the output is rounded to NVFP4 (numerics
+                     section 2) in blocks of 16 features; stored is code x block scale, exact in
+                     bf16: what `sm90_ops.stage_rows` makes of the fp32 output
     out_dtype        bfloat16 or float32
     batch_invariant  choose among configurations that give the same bits (not with ``config``)
     config           None: chosen from R; bits of DECODE differ from those of the others, see
@@ -86,7 +92,7 @@ def sm90_grouped_gemm(
     Nothing is read back from the device. Raises ValueError for shapes, dtypes or devices that
     disagree.
     """
-    epilogue = _Epilogue(activation, row_scale, bias, out_dtype)
+    epilogue = _Epilogue(activation, row_scale, bias, out_dtype, expert_scale, out_scale)
     num_rows, features = _check(x, weight, expert_offsets, row_token, epilogue)
     if config is None:
         config = choose_config(num_rows, weight.num_experts, batch_invariant)
@@ -114,7 +120,7 @@ def sm90_grouped_gemm(
     launch = compiler.load(_kernel(config, row_token is not None, epilogue), ARCH)
     pointers = [weight.blob, x, row_token, out, expert_offsets, scratch.counters, scratch.partial]
     tokens = row_token if row_scale is not None else None
-    epilogue_pointers = [weight.alpha, row_scale, tokens, bias]
+    epilogue_pointers = [weight.alpha, row_scale, tokens, bias, expert_scale, out_scale]
     sizes = (weight.num_experts, num_rows, weight.k, weight.rows, chunk_steps(weight.k, config))
     properties = torch.cuda.get_device_properties(x.device)
     ctas = properties.multi_processor_count * config.ctas_per_sm
@@ -131,6 +137,8 @@ class _Epilogue(NamedTuple):
     row_scale: Tensor | None
     bias: Tensor | None
     out_dtype: torch.dtype
+    expert_scale: Tensor | None = None
+    out_scale: Tensor | None = None
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -143,7 +151,9 @@ def _kernel(config: Sm90Config, gathered: bool, parts: _Epilogue) -> object:
     from cute_kernels.sm90.loads import ContiguousRows, GatheredRows
 
     scaled, biased = parts.row_scale is not None, parts.bias is not None
-    epilogue = StoreRows(scaled, biased, gathered and scaled, _DTYPES[parts.out_dtype])
+    by_expert, rounded = parts.expert_scale is not None, parts.out_scale is not None
+    dtype = _DTYPES[parts.out_dtype]
+    epilogue = StoreRows(scaled, biased, gathered and scaled, dtype, by_expert, rounded)
     if parts.activation is not None:
         fields = {f.name: getattr(epilogue, f.name) for f in dataclasses.fields(epilogue)}
         epilogue = Activate(**fields, activation=parts.activation)
@@ -158,7 +168,7 @@ def _check(
     parts: _Epilogue,
 ) -> tuple[int, int]:
     """(R, output features)."""
-    activation, row_scale, bias, out_dtype = parts
+    activation, row_scale, bias, out_dtype, *_ = parts
     if out_dtype not in _DTYPES:
         raise ValueError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
     if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] != weight.k or not x.is_contiguous():
@@ -191,7 +201,21 @@ def _check(
             f"weight rows {weight.rows} must be a multiple of 16, K {weight.k} of 16 and output "
             f"features {features} of 8"
         )
+    _check_scales(parts, weight.num_experts, features, x.device)
     return num_rows, features
+
+
+def _check_scales(parts: _Epilogue, num_experts: int, features: int, device: torch.device) -> None:
+    for name in ("expert_scale", "out_scale"):
+        if (scale := getattr(parts, name)) is not None:
+            _check_vector(scale, name, torch.Size((num_experts,)), torch.float32, device)
+    if parts.expert_scale is not None and parts.row_scale is not None:
+        raise ValueError("row_scale and expert_scale both scale the rows: pass one of them")
+    if parts.out_scale is not None and (features % 16 or parts.out_dtype != torch.bfloat16):
+        raise ValueError(
+            f"out_scale rounds blocks of 16 features to bf16, got {features} features of "
+            f"{parts.out_dtype}"
+        )
 
 
 def _check_vector(

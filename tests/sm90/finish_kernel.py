@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Uint8
 from cute_kernels.compile import Ptr
 from cute_kernels.sm90.config import Sm90Config
 from cute_kernels.sm90.epilogues import StoreRows
-from cute_kernels.sm90.finish import DirectFinish, WideFinish
+from cute_kernels.sm90.finish import whole_k_finish
 from cute_kernels.sm90.scheduler import Tile
 
 
@@ -52,9 +52,8 @@ class Finish:
         accs = self.load(acc, tidx)
         staging = cute.arch.alloc_smem(Uint8, self.threads * c.epilogue_tokens, alignment=1024)
         tile = Tile(expert, Int32(0), row0, tokens, Int32(0), Int32(0))
-        kind = WideFinish if self.epilogue.dtype == "Float32" else DirectFinish
-        address = Int32(staging.toint())
-        kind(self.epilogue, c)(n, accs, tidx, args, epilogue_args, None, tile, address)
+        finish, address = whole_k_finish(self.epilogue, c), Int32(staging.toint())
+        finish(n, accs, tidx, args, epilogue_args, None, tile, address)
 
     def load(self, acc, tidx):  # type: ignore[no-untyped-def]
         c, registers = self.config, self.config.max_tokens // 2

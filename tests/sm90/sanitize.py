@@ -1,4 +1,4 @@
-"""Small launches of every configuration and load, for a memory or race checker:
+"""Small launches of every configuration, load and way to store, for a memory or race checker:
 
     compute-sanitizer --tool memcheck --report-api-errors no python -m tests.sm90.sanitize
     compute-sanitizer --tool racecheck python -m tests.sm90.sanitize [NAME ...]
@@ -18,6 +18,7 @@ import torch
 
 from cute_kernels import compile as compiler
 from cute_kernels import nvfp4, sm90_ops
+from cute_kernels.activations import ReLU2
 from cute_kernels.sm90 import config as configs
 from cute_kernels.sm90 import host, weights
 
@@ -61,6 +62,11 @@ def main(argv: list[str] | None = None) -> None:
     x = torch.randn(sum(counts), k, generator=generator).bfloat16().cuda()
     offsets = torch.tensor((0, 7, 7, 60), dtype=torch.int32, device="cuda")
     token = torch.randint(0, x.shape[0], x.shape[:1], generator=generator).int().cuda()
+    launches: dict[str, dict[str, Any]] = {
+        "contiguous": {},
+        "gathered": {"row_token": token},
+        "rounded": {"out_scale": torch.ones(3, device="cuda"), "activation": ReLU2()},
+    }
     if options.early:
         made, other = host._kernel, early_class()
         host._kernel = lambda *a: other(**vars(made(*a)))  # type: ignore[assignment]
@@ -68,11 +74,10 @@ def main(argv: list[str] | None = None) -> None:
         config = dataclasses.replace(config, **FEW.get(config.name, {}))  # type: ignore[arg-type]
         if options.names and config.name not in options.names:
             continue
-        for row_token in (None, token):
-            host.sm90_grouped_gemm(x, weight, offsets, row_token=row_token, config=config)
+        for what, parts in launches.items():
+            host.sm90_grouped_gemm(x, weight, offsets, config=config, **parts)
             torch.cuda.synchronize()
-            load = "contiguous" if row_token is None else "gathered"
-            sys.stdout.write(f"{config.name} {load} ran; {compiler.stats().compiles} compiled\n")
+            sys.stdout.write(f"{config.name} {what} ran; {compiler.stats().compiles} compiled\n")
     sm90_ops.stage_rows(x, offsets, torch.empty_like(x), torch.empty_like(x[:, 0].float()))
     torch.cuda.synchronize()
     sys.stdout.write("stage_rows ran\n")

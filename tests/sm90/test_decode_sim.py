@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels import compile as compiler
-from cute_kernels import nvfp4
+from cute_kernels import nvfp4, sm90_ops
+from cute_kernels.activations import Activation, ReLU2
 from cute_kernels.sm90 import config as configs
 from cute_kernels.sm90 import host, weights
 from tests import check
+from tests.layers import poison
+from tests.sm90.test_finish_sim import Sum
+from tests.small_kernels import assert_same
 
 pytestmark = pytest.mark.skipif(
     not compiler.simulated(), reason="needs the DSL, a C compiler, and no GPU in this session"
@@ -65,21 +69,24 @@ def simulate(
 
     row_token, row_scale = parts.get("row_token"), parts.get("row_scale")
     bias, dtype = parts.get("bias"), parts.get("dtype", torch.bfloat16)
+    expert_scale, out_scale = parts.get("expert_scale"), parts.get("out_scale")
+    activation = parts.get("activation")
+    gated = activation is not None and activation.gated
     x = parts.get("x", problem.x())
-    weight = weights.pack_weight(problem.weight())
+    weight = weights.pack_weight(problem.weight(), gated)
     num_rows = x.shape[0] if row_token is None else row_token.numel()
     counters, partial = host.scratch_sizes(problem.rows, problem.k, num_rows, config)
     scratch = host.Sm90Scratch.for_calls("cpu", counters, partial)
     scratch.partial.fill_(float("nan"))
-    out = torch.full((num_rows, problem.rows), float("nan"), dtype=dtype)
-    epilogue = host._Epilogue(None, row_scale, bias, dtype)
+    out = torch.full((num_rows, problem.rows // (1 + gated)), float("nan"), dtype=dtype)
+    epilogue = host._Epilogue(activation, row_scale, bias, dtype, expert_scale, out_scale)
     launch = compiler.load(host._kernel(config, row_token is not None, epilogue), "sm_100a")
     offsets = problem.offsets()
     pointers = [weight.blob, x, row_token, out, offsets, scratch.counters, scratch.partial]
     tokens = row_token if row_scale is not None else None
     steps = configs.chunk_steps(problem.k, config)
     sizes = (weight.num_experts, num_rows, problem.k, problem.rows, steps, 2)
-    optional = host._addresses([weight.alpha, row_scale, tokens, bias])
+    optional = host._addresses([weight.alpha, row_scale, tokens, bias, expert_scale, out_scale])
     with Simulator(seed=seed, schedule=schedule):
         launch(*host._addresses(pointers), *sizes, *optional, 0)
     assert not bool(scratch.counters.any()), "a launch must leave the counters at zero"
@@ -108,6 +115,26 @@ def test_gathered_with_row_scale_and_bias(config: configs.Sm90Config) -> None:
     added = bias.repeat_interleave(torch.tensor(problem.counts), dim=0)
     want = problem.want().float() * scale[where, None] + added
     check.assert_bytes_equal(out, want)
+
+
+@pytest.mark.parametrize("activation", [None, Sum(), ReLU2()], ids=["store", "gated", "relu2"])
+@pytest.mark.parametrize("config", [configs.DECODE, FEW], ids=lambda c: c.name)
+def test_rounded_where_it_is_summed(
+    config: configs.Sm90Config, activation: Activation | None
+) -> None:
+    """The bytes that staging makes of fp32 rows; weight rows that end inside a tile, an expert of
+    which all is NaN and one that saturates."""
+    problem = Problem((3, 1, 0, 18), 160, 1056)
+    scale = torch.tensor([0.6, 0.01, 5.0, float("nan")])
+    rows = torch.tensor([4e5, 3.0, 9.0, 20.0])
+    bias = torch.randn((4, 160), generator=torch.Generator().manual_seed(3))
+    parts = {"activation": activation, "expert_scale": rows, "bias": bias}
+    wide = simulate(problem, config, "random", 3, dtype=torch.float32, **parts)
+    got = simulate(problem, config, "random", 3, out_scale=scale, **parts)
+    values = poison(torch.empty(got.shape, dtype=torch.bfloat16))
+    sm90_ops.stage_rows(wide, problem.offsets(), values, torch.empty(22), outer=scale)
+    assert_same(got, values, "rows")
+    assert got[4:].isnan().all() and not got[:4].isnan().any() and got.nan_to_num().any()
 
 
 def test_a_stage_released_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import compile as compiler
+from cute_kernels import nvfp4
 from cute_kernels.activations import Activation, ReLU2
 from cute_kernels.launch import launch
 from cute_kernels.sm90 import config as configs
@@ -32,6 +33,8 @@ class Sum(Activation):
 SMALL = dataclasses.replace(configs.PREFILL, token_sizes=(16, 64), epilogue_tokens=32, box_rows=16)
 PAIR = dataclasses.replace(SMALL, name="pair", warpgroups=1)
 CONFIGS = {"prefill": SMALL, "middle": configs.MIDDLE, "pair": PAIR}
+TRIO = dataclasses.replace(configs.TRIO, token_sizes=(8, 48))
+NAN = float("nan")
 ACTIVATIONS: dict[str, Activation | None] = {"store": None, "gated": Sum(), "relu2": ReLU2()}
 EXPERT, EXPERTS, ROW0 = 1, 3, 5
 
@@ -43,6 +46,8 @@ class Inputs:
     row_scale: Tensor | None
     row_token: Tensor | None
     bias: Tensor | None
+    expert_scale: Tensor | None = None
+    out_scale: Tensor | None = None
 
 
 def make(config: configs.Sm90Config, rows: int, kind: str, seed: int = 0) -> Inputs:
@@ -79,6 +84,8 @@ def expected(i: Inputs, rows: int, tokens: int, activation: Activation | None) -
         values[token, m * threads // 2 + row] = i.acc[m]
     values = values[:tokens, :rows]
     alpha = i.alpha[EXPERT][torch.arange(rows) // 8 % 2]
+    if i.expert_scale is not None:
+        alpha = i.expert_scale[EXPERT].clamp(min=nvfp4.GLOBAL_MIN) * alpha
     if i.row_scale is not None:
         index = torch.arange(ROW0, ROW0 + tokens)
         g = i.row_scale[index if i.row_token is None else i.row_token[index].long()]
@@ -113,6 +120,8 @@ def run(
         "bias": i.bias is not None,
         "indexed": i.row_token is not None,
         "dtype": "Float32" if dtype == torch.float32 else "BFloat16",
+        "by_expert": i.expert_scale is not None,
+        "rounded": i.out_scale is not None,
     }
     epilogue = StoreRows(**options)
     if activation is not None:
@@ -121,8 +130,8 @@ def run(
     out = torch.full((ROW0 + tokens + 4, features), float("nan"), dtype=dtype)
     kernel = Finish(epilogue, config)
     with Simulator(schedule="random", seed=1) as s:
-        arguments = (i.acc, out, rows, i.alpha, i.row_scale, i.row_token, i.bias)
-        launch(kernel, out.device, *arguments, EXPERT, ROW0, tokens)
+        scales = (i.row_scale, i.row_token, i.bias, i.expert_scale, i.out_scale)
+        launch(kernel, out.device, i.acc, out, rows, i.alpha, *scales, EXPERT, ROW0, tokens)
     assert s.launches
     assert out[:ROW0].isnan().all() and out[ROW0 + tokens :].isnan().all()
     return out[ROW0 : ROW0 + tokens]
@@ -141,6 +150,55 @@ def test_every_register_has_its_place(
         i = make(c, rows, kind)
         got = run(c, i, rows, tokens, activation, dtype)
         assert_same(got, expected(i, rows, tokens, activation).to(dtype), f"{tokens} tokens")
+
+
+def hard_values(i: Inputs) -> Inputs:
+    """Accumulators around every tie of E2M1, zeros of both signs, beyond the largest value, NaN and
+    infinity, in blocks of every size."""
+    g = torch.Generator().manual_seed(5)
+    ties = torch.tensor([0.0, -0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 448.0 * 6, 1e30])
+    acc = i.acc.flatten()
+    some = torch.rand(acc.shape, generator=g)
+    tie = ties[torch.randint(len(ties), acc.shape, generator=g)] * 2.0 ** torch.randint(
+        -12, 3, acc.shape, generator=g
+    )
+    tie = torch.where(torch.rand(acc.shape, generator=g) < 0.5, tie, -tie)
+    acc = torch.where(some < 0.4, tie, acc * torch.exp2(torch.randn(acc.shape, generator=g) * 6))
+    acc[some > 0.99] = float("nan")
+    acc[(some > 0.98) & (some < 0.985)] = float("-inf")
+    return dataclasses.replace(i, acc=acc.view_as(i.acc))
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+@pytest.mark.parametrize("config", [*CONFIGS, "trio"])
+def test_rounded_to_the_bytes_of_the_quantiser(config: str, name: str) -> None:
+    """Whole tiles, tiles that end inside, and weight rows that end inside a tile; values of every
+    kind, outer scales of every kind."""
+    c, activation = (CONFIGS | {"trio": TRIO})[config], ACTIVATIONS[name]
+    seen = []
+    for rows, kind, outer in ((0, "", 0.02), (96, "scaled", 1.0), (32, "", 1e-38), (0, "", NAN)):
+        i = hard_values(make(c, 128 * c.row_tiles - rows, kind))
+        scale = torch.tensor([9.0, outer, 7.0])
+        by_expert = None if kind else torch.tensor([3.0, 0.7, 1e-38])
+        i = dataclasses.replace(i, out_scale=scale, expert_scale=by_expert)
+        for tokens in (c.max_tokens, 13):
+            got = run(c, i, 128 * c.row_tiles - rows, tokens, activation, torch.bfloat16)
+            exact = expected(i, 128 * c.row_tiles - rows, tokens, activation)
+            want = nvfp4.decode(nvfp4.quantize(exact, scale[EXPERT]), torch.bfloat16)
+            assert_same(got, want, f"{tokens} tokens, {rows} rows less, scale {outer}")
+            seen.append(got.isfinite().float().mean().item())
+    assert min(seen) == 0 and 0.4 < max(seen) < 1, "some blocks hold NaN, and not all"
+
+
+def test_the_comparison_sees_a_block_of_another_amax() -> None:
+    """Meta-test: halves of blocks that were rounded for themselves."""
+    c = CONFIGS["prefill"]
+    i = dataclasses.replace(make(c, 128, ""), out_scale=torch.ones(EXPERTS))
+    got = run(c, i, 128, 40, Sum(), torch.bfloat16)
+    halves = expected(i, 128, 40, Sum()).unflatten(1, (-1, 1, 8)).repeat(1, 1, 2, 1).flatten(1)
+    rounded = nvfp4.decode(nvfp4.quantize(halves, i.out_scale[EXPERT]), torch.bfloat16)
+    with pytest.raises(AssertionError, match="entries differ"):
+        assert_same(got, rounded.unflatten(1, (-1, 2, 8))[:, :, 0].flatten(1), "rows")
 
 
 def test_the_comparison_sees_a_neighbours_scale() -> None:

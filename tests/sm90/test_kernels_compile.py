@@ -32,7 +32,12 @@ def gemm(config: configs.Sm90Config, epilogue: str = "store", gathered: bool = F
         "store+": StoreRows(row_scale=True, bias=True, indexed=gathered),
         "swiglu": Activate(activation=SwiGLU(limit=10.0)),
         "relu2": Activate(activation=ReLU2()),
-        "swiglu_f32": Activate(True, True, gathered, "Float32", SwiGLU(limit=10.0)),
+        "swiglu_f32": Activate(
+            True, True, gathered, dtype="Float32", activation=SwiGLU(limit=10.0)
+        ),
+        "swiglu_nvfp4": Activate(True, True, gathered, rounded=True, activation=SwiGLU(limit=10.0)),
+        "relu2_nvfp4": Activate(True, rounded=True, activation=ReLU2()),
+        "by_expert": StoreRows(bias=True, by_expert=True),
     }
     load = GatheredRows() if gathered else ContiguousRows()
     return Sm90GroupedGemm(load, made[epilogue], config)
@@ -101,11 +106,13 @@ def test_code(config: configs.Sm90Config, epilogue: str, gathered: bool) -> None
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
-@pytest.mark.parametrize("epilogue", ["store+", "relu2", "swiglu_f32"])
+@pytest.mark.parametrize(
+    "epilogue", ["store+", "relu2", "swiglu_f32", "swiglu_nvfp4", "relu2_nvfp4", "by_expert"]
+)
 def test_other_epilogues_compile(config: configs.Sm90Config, epilogue: str) -> None:
     # smallest and largest instance: the inlined main loops in between differ in N alone
     config = dataclasses.replace(config, token_sizes=(config.token_step, config.max_tokens))
-    dump = compiler.dump(gemm(config, epilogue, epilogue != "relu2"), "sm_90a")
+    dump = compiler.dump(gemm(config, epilogue, "+" in epilogue or "swiglu" in epilogue), "sm_90a")
     code = opcodes(dump.cubin)
     check_multiplications(config, dump.ptx, code)
     assert code.count(LDL) == code.count(STL) == 0, "registers were spilled"

@@ -106,6 +106,35 @@ def test_fp32_activation_is_what_bf16_rounds(config: configs.Sm90Config) -> None
     check.assert_bytes_equal(run(x, packed, case.counts, half, **options), wide.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("config", EDGES, ids=lambda c: c.name)
+@pytest.mark.parametrize("activation", [activations.SwiGLU(limit=9.0), activations.ReLU2(), None])
+def test_rounded_output_is_what_staging_makes_of_fp32(
+    config: configs.Sm90Config, activation: activations.Activation | None
+) -> None:
+    """Weight rows that end inside a tile, tokens of NaN, outer scales that saturate h, fit it and
+    are too small; then L2 with a scale per expert and with the same scale per row."""
+    counts, gated = (3, 5, 200, 1, 70), activation is not None and activation.gated
+    first = Case(counts, 416 if gated else 208, 1040)
+    weight, x = make_weight(first, False, gated), make_rows(first, exact=False)
+    x[6] = float("nan")
+    packed, where = weights.pack_weight(weight, gated), offsets(counts)
+    outer = torch.tensor([9.0, 1e-2, 3.0, 1e-38, 30.0], device="cuda")
+    options = {"config": config, "activation": activation}
+    wide = run(x, packed, counts, 208, out_dtype=torch.float32, **options)
+    want, gh = torch.empty_like(wide).bfloat16(), torch.empty_like(wide[:, 0])
+    sm90_ops.stage_rows(wide, where, want, gh, outer=outer)
+    got = run(x, packed, counts, 208, out_scale=outer, **options)
+    assert bool(want[6].isnan().all()) and int(want.isnan().any(1).sum()) == 1
+    assert bool(((want[8:] != 0) & (want[8:].abs() < 2688)).any())
+    check.assert_bytes_equal(got.isnan(), want.isnan())
+    check.assert_bytes_equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
+    second = weights.pack_weight(make_weight(Case(counts, 144, 208), exact=False))
+    by_row = run(got, second, counts, 144, config=config, row_scale=gh)
+    by_expert = run(got, second, counts, 144, config=config, expert_scale=outer)
+    check.assert_bytes_equal(by_expert.nan_to_num(9.0), by_row.nan_to_num(9.0))
+    assert int(by_expert.isnan().any(1).sum()) == 1
+
+
 @pytest.mark.parametrize(
     "case", [Case((3, 0, 40, 8, 1, 170), 1024, 7168), Case((257, 30), 256, 3072)], ids=str
 )
