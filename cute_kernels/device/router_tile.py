@@ -111,6 +111,8 @@ class RouterTile(RouterLogits):
         lane, warp = tid % WARP, tid // WARP
         each = TOKENS // WARPS
         rows = [cutlass.min(first_token + warp * each + r, num_tokens - 1) for r in range(each)]
+        # its own memory: other CTAs may still read the part when this one has the whole
+        sPart = allocate(Uint32, TOKENS) if self.split > 1 else sRow
         best = cute.make_rmem_tensor((each,), Uint32)
         best.fill(0)
         first = first_chunk * (CHUNK * 32) + lane * 8
@@ -121,16 +123,13 @@ class RouterTile(RouterLogits):
         for r in cutlass.range_constexpr(each):
             bits = ptx.redux_max_u32(best[r])
             if lane == 0:
-                sRow[warp * each + r] = bits
+                sPart[warp * each + r] = bits
         if cutlass.const_expr(self.split > 1):
             cluster_barrier()
-            bits = Uint32(0)
-            if tid < TOKENS:
+            if tid < TOKENS:  # nobody leaves while this reads: `add_up` has barriers
                 ranks = range(self.split)
-                bits = tree(cutlass.max, [word_of_rank(sRow, tid, Int32(c)) for c in ranks])
-            cluster_barrier()  # all have read before one is changed
-            if tid < TOKENS:
-                sRow[tid] = bits
+                parts = [word_of_rank(sPart, tid, Int32(c)) for c in ranks]
+                sRow[tid] = tree(cutlass.max, parts)
         cute.arch.sync_threads()
 
     @cute.jit
