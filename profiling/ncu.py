@@ -6,9 +6,10 @@
 
 One command: it starts `profiling.workload` (or what follows ``--``) under ncu, warm and with NVTX
 ranges, profiles the kernels inside the chosen ranges and prints, for each, what usually decides:
-duration, tensor pipe, DRAM, L2, the reasons for which warps stall, registers, shared memory. Clocks
-are left alone (``--clock-control none``): compare durations of one run, percentages of any. Kernels
-are replayed to collect the counters, each time with cold caches (``--cache-control all``).
+duration, tensor pipe, issue slots, ALU, shared memory, DRAM, L2, the reasons for which warps stall,
+registers. Clocks are left alone (``--clock-control none``): compare durations of one run,
+percentages of any. Kernels are replayed to collect the counters, each time with cold caches
+(``--cache-control all``).
 
 Several processes (``--processes``) advance in lockstep: a kernel that waits for a peer would hang
 if ncu profiled one rank at a time.
@@ -38,6 +39,9 @@ COUNTERS = {
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
         "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
     ),
+    "issue %": ("smsp__issue_active.avg.pct_of_peak_sustained_active",),
+    "ALU %": ("sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",),
+    "shared %": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",),
     "DRAM %": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
     "DRAM read": ("dram__bytes_read.sum",),
     "DRAM written": ("dram__bytes_write.sum",),
@@ -173,24 +177,25 @@ def explain_failure(text: str) -> str:
     return f"ncu gave no table: {tail or 'no output'}"
 
 
+COLUMNS = {  # label of `COUNTERS` -> format, in the order of the table
+    "us": ".2f", "tensor %": ".1f", "issue %": ".1f", "ALU %": ".1f", "shared %": ".1f",
+    "DRAM %": ".1f", "DRAM TB/s": ".2f", "L2 %": ".1f", "L2 hit %": ".1f", "registers": ".0f",
+    "smem kB": ".1f", "warps %": ".1f",
+}  # fmt: skip
+
+
 def report(kernels: list[Kernel], console: Console) -> None:
     out = Table(title="Nsight Compute", title_justify="left")
-    for name in ("range", "kernel", "us", "tensor %", "DRAM %", "DRAM TB/s", "L2 %", "L2 hit %",
-                 "regs", "smem kB", "warps %", "stalled on"):  # fmt: skip
-        text = name in ("range", "kernel", "stalled on")
-        out.add_column(name, justify="left" if text else "right", overflow="fold")
+    for name in ("range", "kernel", *COLUMNS, "stalled on"):
+        out.add_column(name, justify="right" if name in COLUMNS else "left", overflow="fold")
     for k in kernels:
-        v = k.values
+        v = dict(k.values)
         moved = v.get("DRAM read", 0.0) + v.get("DRAM written", 0.0)
-        speed = f"{moved / v['us'] / 1e6:.2f}" if v.get("us") and moved else ""
+        if moved and v.get("us"):
+            v["DRAM TB/s"] = moved / v["us"] / 1e6
+        cells = [format(v[name], form) if name in v else "" for name, form in COLUMNS.items()]
         stalls = ", ".join(f"{n} {x:.2g}" for n, x in list(k.stalls.items())[:3])
-
-        def cell(name: str, form: str = ".1f", v: dict[str, float] = v) -> str:
-            return format(v[name], form) if name in v else ""
-
-        out.add_row(k.range, k.name, cell("us", ".2f"), cell("tensor %"), cell("DRAM %"), speed,
-                    cell("L2 %"), cell("L2 hit %"), cell("registers", ".0f"), cell("smem kB"),
-                    cell("warps %"), stalls)  # fmt: skip
+        out.add_row(k.range, k.name, *cells, stalls)
     console.print(out)
 
 
@@ -204,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_tool(argv, parser(), 170, lambda text, console: report(parse(text), console), run)
+    return run_tool(argv, parser(), 200, lambda text, console: report(parse(text), console), run)
 
 
 def run(args: argparse.Namespace, target: list[str], console: Console) -> int:
