@@ -119,16 +119,14 @@ class DirectFinish:
         features = args.weight_rows // (2 // self.epilogue.values_per_pair)
         scales = TileScales(self.epilogue, epilogue_args, tile, n)
         rounding = self.epilogue.rounding(epilogue_args, tile.expert)
+        packed, contexts = [], []  # what all blocks need is loaded together
         for m in cutlass.range_constexpr(self.config.blocks64):
-            row = first_row(self.config, tile, m, half)
-            mine = row + thread // 32 * 16 + cute.arch.lane_idx() // 4
-            context = self.epilogue.begin(
-                epilogue_args,
-                tile.expert,
-                cutlass.min(mine, args.weight_rows - 9),
-                args.weight_rows,
-            )
-            column = row // (2 // self.epilogue.values_per_pair)
+            packed.append(first_row(self.config, tile, m, half))
+            mine = packed[m] + thread // 32 * 16 + cute.arch.lane_idx() // 4
+            mine = cutlass.min(mine, args.weight_rows - 9)
+            contexts.append(self.epilogue.begin(epilogue_args, tile.expert, mine, args.weight_rows))
+        for m in cutlass.range_constexpr(self.config.blocks64):
+            column, context = packed[m] // (2 // self.epilogue.values_per_pair), contexts[m]
             rows = OutRows(args.out, features, column, tile, rounding)
             for first in cutlass.range_constexpr(0, n, self.tokens):
                 count = min(self.tokens, n - first)
@@ -184,15 +182,21 @@ class DirectFinish:
     ):
         chunks = 4 * self.epilogue.values_per_pair  # 16-byte chunks of a token's features
         per_pass = 128 // chunks
-        chunk = thread % chunks
-        column = rows.column + chunk * 8
-        out = rows.address(first, column)
+        chunk, mine = thread % chunks, thread // chunks
+        words = []  # all loads are in flight before the first store
         for p in cutlass.range_constexpr(-(-count // per_pass)):
-            token = p * per_pass + thread // chunks
+            token = p * per_pass + mine
+            if cutlass.const_expr((p + 1) * per_pass > count):
+                token = cutlass.min(token, count - 1)
             swizzled = chunk ^ (token % 8 if chunks == 8 else token // 2 % 4)
-            if first + token < rows.tile.n and column < rows.features and token < count:
-                words = load_shared_u32x4(buffer + token * (chunks * 16) + swizzled * 16)
-                store_u32x4(out + Int64(token) * rows.features * 2, words)
+            words.append(load_shared_u32x4(buffer + token * (chunks * 16) + swizzled * 16))
+        column, last = rows.column + chunk * 8, cutlass.min(rows.tile.n - first, count)
+        if column >= rows.features:
+            last = Int32(0)
+        out = rows.address(first + mine, column)
+        for p in cutlass.range_constexpr(len(words)):
+            if p * per_pass + mine < last:
+                store_u32x4(out + p * per_pass * Int64(rows.features) * 2, words[p])
 
 
 @dataclasses.dataclass(frozen=True)
