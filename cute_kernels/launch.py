@@ -143,6 +143,16 @@ def flat(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
+def pitched(x: Tensor, align: int = ALIGNMENT) -> tuple[Tensor, int]:
+    """(x, bytes from row to row): x itself where its rows are whole and aligned, else a copy."""
+    pitch = x.stride(0) * x.element_size()
+    whole = x.dim() == 1 or x.stride(1) == 1
+    if whole and pitch >= x[:1].nbytes and pitch % align == 0 and x.data_ptr() % align == 0:
+        return x, pitch
+    x = flat(x)
+    return x, x[:1].nbytes
+
+
 def arch_of(device: torch.device) -> str:
     """Compile target of the device. Raises RuntimeError with the reason when it has none."""
     if device == _CPU:

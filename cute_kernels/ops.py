@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels import nvfp4, torch_ops
-from cute_kernels.device.sizes import scale_pitch
+from cute_kernels.device.sizes import piece_width, scale_pitch
 from cute_kernels.gemm_ops import grouped_gemm_act_quant, grouped_gemm_scatter_add
 from cute_kernels.hidden_ops import quantize_hidden, row_hidden_buffers
 from cute_kernels.launch import (
+    ALIGNMENT,
     DSL_TYPES,
     FLOATS,
     Buffer,
@@ -38,6 +39,7 @@ from cute_kernels.launch import (
     flat,
     grouped_scales,
     launch,
+    pitched,
     register,
 )
 from cute_kernels.nvfp4 import BLOCK, TILE_ROWS
@@ -144,7 +146,8 @@ def sort_routes(
     """Sort (token, slot) pairs by local expert, stably, on the device.
 
     topk_ids      (T, K) int32 or int64, global ids; ids < 0, >= num_experts, or outside
-                  first_expert : first_expert + num_local_experts have no row here
+                  first_expert : first_expert + num_local_experts have no row here. Tokens may be
+                  apart, as on the wire between ranks: a kernel of its own reads them there
     topk_weights  (T, K) floating point
     pad_rows      further entries of row_token and row_weight, for loads past the last routed row
     counter       int32 (1,), set to 0: the counter of `gemm_ops.WorkItems`
@@ -227,7 +230,7 @@ def permute_quantized_rows(
     """Lay quantised rows that came from other ranks expert-major.
 
     data            uint8 (N, K/2) codes; scale uint8 or float8_e4m3fn (N, K/16) row-major; gx fp32
-                    (N,)
+                    (N,); rows may be apart, as on the wire between ranks
     row_token       int32 (R,): input row of each routed row
     expert_offsets  int32 (E+1,)
 
@@ -435,16 +438,16 @@ def _quantize_rows_kernel(
         launch(group, x.device, scale, row_token, expert_offsets, grouped, experts, tiles)
 
 
-def _count_routes(experts: int, ids: torch.dtype) -> Any:
+def _count_routes(experts: int, ids: torch.dtype, *apart: Any) -> Any:
     from cute_kernels.device.routing import CountRoutes
 
-    return CountRoutes(experts, DSL_TYPES[ids])
+    return CountRoutes(experts, DSL_TYPES[ids], *apart)
 
 
-def _sort_routes_of(experts: int, ids: torch.dtype, slots: int, spread: bool, counted: bool) -> Any:
+def _sort_routes_of(experts: int, ids: torch.dtype, *flags: Any) -> Any:
     from cute_kernels.device.routing import SortRoutes
 
-    return SortRoutes(experts, DSL_TYPES[ids], slots, spread, counted)
+    return SortRoutes(experts, DSL_TYPES[ids], *flags)
 
 
 def _sort_routes_kernel(
@@ -460,14 +463,17 @@ def _sort_routes_kernel(
         if counter is not None:
             counter.zero_()
         return
-    ids, weights = ids.contiguous(), weights.float().contiguous()
+    weights = weights.float().contiguous()
+    apart = not ids.is_contiguous() and ids.stride(1) == 1 and ids.stride(0) > 0
+    ids = ids if apart else ids.contiguous()
+    pitch = ids.stride(0)
     ctas, device = _sort_ctas(pairs), ids.device
     spread = ctas > 1
     if spread:
-        count = (_count_routes, local, ids.dtype)
-        launch(count, device, ids, counts, pairs, ctas, first, num_experts)
-    kernel = (_sort_routes_of, local, ids.dtype, slots, spread, counter is not None)
-    inputs = (ids, weights, counts if spread else None, first, num_experts)
+        count = (_count_routes, local, ids.dtype, *((slots, True) if apart else ()))
+        launch(count, device, ids, pitch, counts, pairs, ctas, first, num_experts)
+    kernel = (_sort_routes_of, local, ids.dtype, slots, apart, spread, counter is not None)
+    inputs = (ids, weights, counts if spread else None, first, num_experts, pitch)
     launch(kernel, device, *inputs, *out[:5], pairs, rows, ctas)
 
 
@@ -495,10 +501,10 @@ def _combine_kernel(
     launch(kernel, rows.device, rows, token_rows, weights, shared, y, tokens)
 
 
-def _permute_rows(row_bytes: int) -> Any:
+def _permute_rows(row_bytes: int, *pitches: int) -> Any:
     from cute_kernels.device.combine import PermuteRows
 
-    return PermuteRows(row_bytes)
+    return PermuteRows(row_bytes, *pitches)
 
 
 def _permute_kernel(
@@ -514,10 +520,14 @@ def _permute_kernel(
     if routed == 0 or data.shape[0] == 0:
         grouped.zero_()
         return
-    inputs = (flat(data), gx.contiguous(), flat(scale))
+    row_bytes = data.shape[1]
+    data, *rest = pitched(data, ALIGNMENT if row_bytes % ALIGNMENT == 0 else 8)
+    scale, pitch = pitched(scale, piece_width(scale.shape[1]))
+    gx, gx_pitch = pitched(gx, 4)
+    inputs = (data, gx, scale)
     plan = (row_token.contiguous(), expert_offsets.contiguous())
     sizes = (routed, experts, grouped.shape[0] // TILE_ROWS)
-    kernel = (_permute_rows, data.shape[1])
+    kernel = (_permute_rows, row_bytes, *rest, pitch, gx_pitch)
     launch(kernel, data.device, *inputs, *plan, rows, row_gx, grouped, *sizes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,11 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.exchange_ops import Source, Views
 from cute_kernels.nvfp4 import DecodeTables, Nvfp4Tensor, decode_tables
-from moe import exchange
-from moe.exchange import Homes, Places, Sizes, Wire, exchange_buffers
+from moe.exchange import (
+    Senders,
+    Sizes,
+    Steps,
+    Wire,
+    exchange_buffers,
+    part_of,
+    wire_of,
+)
 from moe.local import LocalExperts, TokenRows
 from moe.parallel import Capacity, Exchange, ExpertParallel
+from moe.plan import RoutingPlan
 from moe.ranges import stage
 from moe.reference import Tokens, output_dtype
 from moe.weights import ExpertWeights
@@ -46,14 +56,7 @@ def join(parallel: ExpertParallel, local: LocalExperts) -> int:
         "h_scale": ("dynamic" if w.gh is None else "static") if some else None,
         "biases": w.b2 is not None if some else None,
     }
-    number = parallel.attach(fields, w.device)
-    if isinstance(parallel.mode, Exchange):  # host data: a CUDA graph could not bring them
-        _homes(parallel, w.device)
-    return number
-
-
-def _homes(parallel: ExpertParallel, device: torch.device) -> Homes:
-    return parallel.keep((Homes, device), lambda: Homes.of(parallel.ranges, device))
+    return parallel.attach(fields, w.device)
 
 
 def _tables(parallel: ExpertParallel, device: torch.device) -> DecodeTables:
@@ -90,6 +93,7 @@ class Trip(NamedTuple):
     computed  rows of experts, in as many places for each sender where those are fixed
     there     what arrives, what leaves, and how many rows from and to each rank
     back      where rows come back, how many from each rank, and how many go back to each
+    by        who has sent what arrives
     places    int32 (T, K), or (T, W) of summed rows: their places among those that came back
     lost      bool (T,) or None
     """
@@ -99,6 +103,7 @@ class Trip(NamedTuple):
     computed: int
     there: tuple[Any, ...]
     back: tuple[Any, ...]
+    by: Senders
     places: Tensor
     lost: Tensor | None = None
 
@@ -115,15 +120,18 @@ class ExchangeCall:
 
     @property
     def wire(self) -> Wire:
-        return Wire.of(self.local.cfg, self.local.numerics, self.mode.pre_reduce)
+        return wire_of(self.local.cfg, self.local.numerics, self.mode.pre_reduce)
+
+    @functools.cached_property
+    def steps(self) -> Steps:
+        return Steps(self.local, self.wire, self.parallel.size)
 
     def __call__(self, batch: Batch) -> Tensor:
         """y (T, H), see `output_dtype`."""
         with self.parallel.phase("quantize"), stage("moe.quantize"):
-            tokens = self.local.stage(
-                batch.x, batch.ids, batch.weights, self.parallel.max_over_ranks
-            )
-        parts = self._parts(batch, tokens)
+            given = (batch.x, batch.ids, batch.weights)
+            source = self.local.source(*given, self.parallel.max_over_ranks)
+        parts = self._parts(batch, source)
         trips = self._by_counts(parts) if self.mode.capacity is None else self._by_places(parts)
         parallel = self.parallel
         # all that leaves is on its way before the first part is computed
@@ -141,12 +149,12 @@ class ExchangeCall:
                 done.append(self._sum(trip))
         return done[0] if len(done) == 1 else torch.cat(done)
 
-    def _parts(self, batch: Batch, tokens: TokenRows) -> list[tuple[Batch, TokenRows]]:
+    def _parts(self, batch: Batch, source: Source) -> list[tuple[Batch, Source]]:
         count, parts = batch.ids.shape[0], self.mode.split
         if parts == 1:
-            return [(batch, tokens)]
+            return [(batch, source)]
         ends = [count * i // parts for i in range(parts + 1)]
-        return [(batch.part(a, b), tokens.part(a, b)) for a, b in itertools.pairwise(ends)]
+        return [(batch.part(a, b), part_of(source, a, b)) for a, b in itertools.pairwise(ends)]
 
     def worst(self, max_tokens: int) -> Sizes:
         """Rows of one part of a call with up to ``max_tokens`` tokens on every rank: all tokens of
@@ -168,7 +176,28 @@ class ExchangeCall:
         return total_bytes(self.buffers([self.worst(max_tokens)] * self.mode.split))
 
     def warmup(self, max_tokens: int) -> None:
-        self.local.warmup(max_tokens, self.worst(max_tokens).computed, self.mode.pre_reduce)
+        """Compile what this rank runs for up to ``max_tokens`` tokens; nothing is exchanged."""
+        self.local.warmup(self._alone, max_tokens, self.worst(max_tokens).computed)
+
+    def _alone(self, x: Tensor, ids: Tensor, mix: Tensor, shared: Tensor | None) -> Tensor:
+        """A call without its collectives, whose tokens have no expert on any rank."""
+        (count, slots), ranks = ids.shape, self.parallel.size
+        source = self.local.source(x, ids, mix, lambda amax: amax)
+        overflow = torch.zeros(3, dtype=torch.int64, device=x.device)
+        fixed = self.mode.capacity is not None
+        for room in ((1, 1), (count, count * slots)) if fixed else (None,):
+            booking = self.steps.book(ids, room, overflow)
+        rows = x.new_empty((ranks * count, self.wire.row_bytes), dtype=torch.uint8)
+        self.steps.send(source, booking, mix, rows, count if fixed else 0)
+        rows = rows[:count].fill_(255)  # ids -1
+        needed = overflow.new_zeros((1, 2 * self.mode.split + 1))[:, :2]
+        by = Senders(1, count, count * slots) if fixed else Senders(1, needed=needed)
+        out = x.new_empty((count * slots, self.local.cfg.hidden), dtype=torch.bfloat16)
+        scratch = allocate(self.local.buffers(len(out)), x.device, None)
+        back = self._experts(*self._arrived(rows, len(out)), by, out, scratch)
+        factors = None if self.mode.pre_reduce or self.local.cfg.weight_on_input else mix
+        places = booking.token_place if self.mode.pre_reduce else booking.slot_place
+        return self.local.combine(back, places, factors, x.dtype, shared)
 
     def buffers(self, parts: Sequence[Sizes]) -> list[Buffer]:
         """Scratch of a call, part after part."""
@@ -192,26 +221,15 @@ class ExchangeCall:
         share = max(-(-capacity.rows // self.mode.split), self.local.cfg.top_k)
         return tokens, min(share, capacity.rows, most)  # one token of a part has what it may need
 
-    def _places(self, device: torch.device) -> Places:
-        assert self.mode.capacity is not None
-        size = (*self._room(self.mode.capacity), self.parallel.size, device)
-        return self.parallel.keep((Places, *size), lambda: Places.of(*size))
-
-    def _by_counts(self, parts: list[tuple[Batch, TokenRows]]) -> Iterator[Trip]:
+    def _by_counts(self, parts: list[tuple[Batch, Source]]) -> Iterator[Trip]:
         """Sizes follow the routing: one exchange of counts, for which the host waits."""
         parallel, reduced = self.parallel, self.mode.pre_reduce
         device = parts[0][0].ids.device
-        leaves, packed = [], []
-        for batch, tokens in parts:
-            with parallel.phase("counts"):
-                owner = exchange.owners(batch.ids, _homes(parallel, device))
-                leaves.append(exchange.depart(owner, self.local.sort))
-            with parallel.phase("dispatch"):
-                packed.append(self.wire.pack(tokens, owner.ids, batch.weights))
         with parallel.phase("counts"):
-            counts = [going.counts() for going in leaves]
+            bookings = [self.steps.book(batch.ids, None, None) for batch, _ in parts]
+            counts = [booking.needed for booking in bookings]
             table = counts[0] if len(counts) == 1 else torch.cat(counts, dim=1)
-        there, here = parallel.exchange_counts(table, self.layer)
+        there, here, needed = parallel.exchange_counts(table, self.layer)
         # by part: tokens and slots that go to, and that come from, each rank
         numbers = [
             [[row[column] for row in side] for side in (there, here) for column in (i, i + 1)]
@@ -224,59 +242,69 @@ class ExchangeCall:
         with parallel.phase("dispatch"):
             scratch = self._scratch(sizes, device)
         for i, (sent, slots_sent, received, slots_here) in enumerate(numbers):
+            (batch, source), booking = parts[i], bookings[i]
             leaving, arriving, _, returned = scratch[i][:4]
             with parallel.phase("dispatch"):
-                rows = leaves[i].tokens.row_token[: sizes[i].sent]
-                exchange.gather_rows(packed[i], rows, leaving)
-            going = leaves[i]
+                self.steps.send(source, booking, batch.weights, leaving)
+            back = (sent, received) if reduced else (slots_sent, slots_here)
             yield Trip(
-                parts[i][0],
+                batch,
                 scratch[i],
                 sizes[i].computed,
                 (arriving, leaving, received, sent),
-                (returned[: sizes[i].returned], sent, received)
-                if reduced
-                else (returned[: sizes[i].returned], slots_sent, slots_here),
-                going.tokens.token_rows if reduced else going.slots.token_rows,
+                (returned[: sizes[i].returned], *back),
+                Senders(parallel.size, needed=needed[:, 2 * i : 2 * i + 2]),
+                booking.token_place if reduced else booking.slot_place,
             )
 
-    def _by_places(self, parts: list[tuple[Batch, TokenRows]]) -> Iterator[Trip]:
+    def _by_places(self, parts: list[tuple[Batch, Source]]) -> Iterator[Trip]:
         """Sizes are fixed, nothing waits for the device."""
         parallel, reduced = self.parallel, self.mode.pre_reduce
         device, sizes = parts[0][0].ids.device, self.worst(0)
-        places = self._places(device)
+        assert self.mode.capacity is not None
+        room = self._room(self.mode.capacity)
         with parallel.phase("dispatch"):
             scratch = self._scratch([sizes] * len(parts), device)
-        for (batch, tokens), mine in zip(parts, scratch):
+        for (batch, source), mine in zip(parts, scratch):
             leaving, arriving, _, returned = mine[:4]
             with parallel.phase("dispatch"):
-                owner = exchange.owners(batch.ids, _homes(parallel, device))
-                going = exchange.depart(owner, self.local.sort)
-                booking = exchange.book(owner, going, places)
-                if booking.lost is not None:
-                    parallel.count_lost(booking.lost, going.counts().amax(dim=0))
-                if batch.ids.shape[0]:
-                    packed = self.wire.pack(tokens, booking.ids, batch.weights)
-                    exchange.gather_rows(packed, booking.token, leaving)
-                self.wire.empty(leaving, booking.empty)
-                at = exchange.token_places(going, places) if reduced else booking.rows
-            there, back = (arriving, leaving), (returned,)
-            yield Trip(batch, mine, sizes.computed, there, back, at, booking.lost)
+                booking = self.steps.book(batch.ids, room, parallel.overflow(device))
+                self.steps.send(source, booking, batch.weights, leaving, room[0])
+            there, back, by = (arriving, leaving), (returned,), Senders(parallel.size, *room)
+            at = booking.token_place if reduced else booking.slot_place
+            yield Trip(batch, mine, sizes.computed, there, back, by, at, booking.lost)
 
     def _compute(self, trip: Trip) -> Tensor:
         """Tokens as they arrived -> the rows that go back, bf16."""
-        arriving, computed = trip.there[0], trip.computed
-        tokens, ids, weights = self.wire.unpack(arriving, _tables(self.parallel, arriving.device))
-        # where the owner sums, nobody reads them here
-        mix = torch.empty_like(ids, dtype=torch.float32) if weights is None else weights
-        plan = self.local.plan(ids, mix, computed)
+        part, plan, mix = self._arrived(trip.there[0], trip.computed)
         self.parallel.count_received(plan.expert_offsets)
-        o = self.local.rows(tokens, plan, trip.scratch[4:])
-        if self.mode.pre_reduce:
+        return self._experts(part, plan, mix, trip.by, trip.scratch[2], trip.scratch[4:])
+
+    def _arrived(self, rows: Tensor, computed: int) -> tuple[Views, RoutingPlan, Tensor]:
+        """Parts of rows off the wire, the rows of experts for them, and the weights of slots."""
+        part = self.steps.received(rows)
+        # where the owner sums, nobody reads weights here
+        mix = torch.empty(part.ids.shape, dtype=torch.float32, device=rows.device)
+        if part.weights is not None:
+            mix = part.weights.contiguous()
+        return part, self.local.plan(part.ids, mix, computed), mix
+
+    def _experts(
+        self,
+        part: Views,
+        plan: RoutingPlan,
+        mix: Tensor,
+        by: Senders,
+        out: Tensor,
+        scratch: list[Tensor],
+    ) -> Tensor:
+        """The rows that go back: in ``out``, or new ones where slots are summed here."""
+        tables = None if self.local.on_kernels else _tables(self.parallel, out.device)
+        o = self.local.rows(TokenRows(part.data, part.scale, part.gx, tables), plan, scratch)
+        if part.first is None:
             return self._partial(o, plan.token_rows, mix)
-        places = None if self.mode.capacity is None else self._places(arriving.device)
-        index = exchange.leaving_rows(plan.token_rows, computed, places)
-        return torch.index_select(o, 0, index, out=trip.scratch[2])
+        self.steps.leave(o, plan.token_rows, part.first, by, out)
+        return out
 
     def _partial(self, o: Tensor, token_rows: Tensor, weights: Tensor) -> Tensor:
         """bf16 (N, H): each received token's slots, weighted and summed in fp32."""
@@ -308,7 +336,15 @@ class ReducedCall:
         return total_bytes(self.local.buffers(max_tokens * self.local.cfg.top_k))
 
     def warmup(self, max_tokens: int) -> None:
-        self.local.warmup(max_tokens, max_tokens * self.local.cfg.top_k, False)
+        def part(x: Tensor, ids: Tensor, mix: Tensor, shared: Tensor | None) -> Tensor:
+            tokens = self.local.stage(x, ids, mix, lambda amax: amax)
+            plan = self.local.plan(ids, mix, ids.numel())
+            scratch = allocate(self.local.buffers(ids.numel()), x.device, None)
+            o = self.local.rows(tokens, plan, scratch)
+            factors = None if self.local.cfg.weight_on_input else mix
+            return self.local.combine(o, plan.token_rows, factors, torch.float32)
+
+        self.local.warmup(part, max_tokens, max_tokens * self.local.cfg.top_k)
 
     def __call__(self, batch: Batch) -> Tensor:
         """y (T, H), see `output_dtype`: the same on every rank."""
@@ -317,7 +353,7 @@ class ReducedCall:
             rows = batch.ids.numel()
             scratch = allocate(local.buffers(rows), device, self.workspace)
             tokens = local.stage(batch.x, batch.ids, batch.weights, lambda amax: amax)
-            plan = local.plan(batch.ids, batch.weights, rows)
+            plan = local.plan(batch.ids.contiguous(), batch.weights, rows)
             o = local.rows(tokens, plan, scratch)
             factors = None if local.cfg.weight_on_input else batch.weights
             y = torch.zeros((batch.ids.shape[0], local.cfg.hidden), device=device)

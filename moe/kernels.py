@@ -227,7 +227,8 @@ def route_rows(
 ) -> RoutingPlan:
     """Rows of the local experts, in the first of `scratch_buffers`."""
     local = (experts.first_expert, experts.num_experts)
-    plan = ops.sort_routes(topk_ids, mix, cfg.num_experts, *local, out=out, counter=counter)
+    ids = topk_ids.contiguous()  # another kernel reads ids apart: a warm-up knows of none
+    plan = ops.sort_routes(ids, mix, cfg.num_experts, *local, out=out, counter=counter)
     return RoutingPlan(*plan, counter)
 
 
@@ -297,8 +298,8 @@ def run_received(
     scratch: list[Tensor],
 ) -> Tensor:
     """The experts on tokens that came quantised: codes uint8 (N, H/2), row-major scales uint8
-    (N, H/16), gx fp32 (N,) -> o (R, H) bf16 for the rows of ``plan``; rows past expert_offsets[E]
-    are unspecified. ``scratch``: `received_buffers` of at least R rows.
+    (N, H/16), gx fp32 (N,), whose rows may be apart, -> o (R, H) bf16 for the rows of ``plan``;
+    rows past expert_offsets[E] are unspecified. ``scratch``: `received_buffers` of at least R rows.
     """
     count = plan.row_token.shape[0]
     fitted = [

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels import nvfp4, ops, sm90_ops
+from cute_kernels import exchange_ops, ops, sm90_ops
 from cute_kernels.activations import Activation
 from cute_kernels.nvfp4 import Nvfp4Tensor, swizzle, unswizzle
 from cute_kernels.sm90_ops import Epilogue, Sm90Weight, Sums
@@ -290,12 +290,13 @@ def run_sm90(
     mix = topk_weights.float()
     with stage("moe.route"):
         local = (experts.first_expert, experts.num_experts)
-        plan = RoutingPlan(*ops.sort_routes(topk_ids, mix, cfg.num_experts, *local))
+        ids = topk_ids.contiguous()  # another kernel reads ids apart: a warm-up knows of none
+        plan = RoutingPlan(*ops.sort_routes(ids, mix, cfg.num_experts, *local))
     gathered = None  # rows of x that L1 reads by itself
     with stage("moe.quantize"):
         if isinstance(x, Nvfp4Tensor):
-            gx = x.global_scale.expand(count)
-            _stage_received(nvfp4.decode(x, torch.bfloat16), gx, plan, scratch)
+            scale = x.row_major_scale().view(torch.uint8)
+            _stage_received((x.data, scale, x.global_scale.expand(count)), plan, scratch)
         elif _reads_tokens(x, cfg, numerics) and sm90_ops.gathers_well(scratch.sums.config):
             gathered = x
         else:
@@ -330,30 +331,30 @@ def _reads_tokens(x: Tensor, cfg: MoEConfig, numerics: Numerics) -> bool:
 
 
 def run_received(
-    values: Tensor,
-    gx: Tensor,
+    given: Received,
     plan: RoutingPlan,
     experts: PackedExperts,
     numerics: Numerics,
     tensors: list[Tensor],
 ) -> Tensor:
-    """The experts on N tokens that came as they are multiplied: values bf16 (N, H), outer scales gx
-    fp32 (N,) -> o (R, H) bf16 for the rows of ``plan``; rows past expert_offsets[E] are
-    unspecified. ``tensors``: `received_buffers` for R rows.
+    """The experts on N tokens that came quantised or in bf16 -> o (R, H) bf16 for the rows of
+    ``plan``; rows past expert_offsets[E] are unspecified. ``tensors``: `received_buffers` for R
+    rows.
     """
     config = _received_configuration(plan.row_token.shape[0], experts)
     scratch = _scratch(config, experts, numerics, tensors)
     with stage("moe.quantize"):
-        _stage_received(values, gx, plan, scratch)
+        _stage_received(given, plan, scratch)
     return _expert_rows(plan, experts, scratch)
 
 
-def _stage_received(values: Tensor, gx: Tensor, plan: RoutingPlan, scratch: Scratch) -> None:
-    """Values and outer scales of tokens that are quantised already, expert-major."""
-    token = plan.row_token
-    sm90_ops.stage_rows(values, plan.expert_offsets, scratch.x_rows, None, row_token=token)
-    if scratch.gx is not None:
-        torch.index_select(gx, 0, token.clamp(min=0).long(), out=scratch.gx)
+# codes uint8 (N, H/2), row-major scales uint8 (N, H/16) and outer scales fp32 (N,), or bf16 (N, H);
+# rows may be apart
+Received = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def _stage_received(given: Received, plan: RoutingPlan, scratch: Scratch) -> None:
+    exchange_ops.stage_received(*given, plan.token_rows, scratch.x_rows, scratch.gx)
 
 
 def _expert_rows(

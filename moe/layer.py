@@ -163,8 +163,7 @@ class MoE(nn.Module):
             self.register_buffer(name, tensor)
 
     def _local(self, weights: ExpertWeights | kernels_sm90.PackedExperts) -> LocalExperts:
-        ranks = 1 if self.parallel is None else self.parallel.size
-        return LocalExperts(self.cfg, weights, self.numerics, self.backend, ranks)
+        return LocalExperts(self.cfg, weights, self.numerics, self.backend)
 
     @property
     def weights(self) -> ExpertWeights:

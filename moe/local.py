@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import nvfp4, ops
+from cute_kernels.exchange_ops import Source
 from cute_kernels.gemm_ops import kernels_on
 from cute_kernels.nvfp4 import BLOCK, DecodeTables, Nvfp4Tensor
 from moe import experts, kernels, kernels_sm90, reference
@@ -22,7 +23,7 @@ from moe.kernels_sm90 import PackedExperts
 from moe.plan import RoutingPlan, make_plan
 from moe.reference import Tokens
 from moe.weights import ExpertWeights
-from moe.workspace import Buffer, allocate
+from moe.workspace import Buffer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,11 +43,6 @@ class TokenRows:
     gx: Tensor | None = None
     tables: DecodeTables | None = None
 
-    def part(self, first: int, end: int) -> TokenRows:
-        scale = None if self.scale is None else self.scale[first:end]
-        gx = None if self.gx is None else self.gx[first:end]
-        return TokenRows(self.data[first:end], scale, gx, self.tables)
-
     def decode(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Exact values code * scale (T, H), and gx (T,); ones for bf16."""
         if self.scale is None or self.gx is None:
@@ -65,15 +61,43 @@ class LocalExperts:
     weights: ExpertWeights | PackedExperts  # the latter: backend "sm90"
     numerics: Numerics
     backend: str
-    ranks: int = 1
 
     @property
     def on_kernels(self) -> bool:
         return self.backend in kernels.ALL_KERNEL_BACKENDS
 
-    def _kernels_on(self, device: torch.device) -> Any:
+    def kernels_on(self, device: torch.device) -> Any:
         """Where kernels run; those of "sm90" have no simulator."""
         return contextlib.nullcontext() if self.backend == "sm90" else kernels_on(device)
+
+    def source(
+        self,
+        x: Tokens,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        over_ranks: Callable[[Tensor], Tensor],
+    ) -> Source:
+        """x (T, H) and what it takes to quantise it, or its codes if it comes quantised.
+
+        over_ranks  maximum of a fp32 () over all ranks: "per_tensor" scales by the largest token
+                    of all of them
+        """
+        cfg, mode = self.cfg, self.numerics.activation_scale
+        if isinstance(x, Nvfp4Tensor):
+            gx = x.global_scale.expand(x.shape[0]).contiguous()
+            return Source(x.data, x.scale.view(torch.uint8), gx)
+        weight = topk_weights[:, 0].float() if cfg.weight_on_input else None
+        if self.numerics.activations == "bf16":
+            return Source(x, weight=weight)
+        weighted = x
+        if weight is not None and mode == "per_tensor":
+            weighted = x.float() * weight[:, None]
+        g = reference.input_scale(weighted, topk_ids, cfg, self.weights, mode)  # type: ignore[arg-type]
+        if mode == "per_tensor":
+            assert isinstance(g, Tensor)
+            g = over_ranks(g)
+        assert isinstance(g, str | Tensor)
+        return Source(x, None, None if isinstance(g, str) else g.reshape(1), weight)
 
     def stage(
         self,
@@ -82,65 +106,44 @@ class LocalExperts:
         topk_weights: Tensor,
         over_ranks: Callable[[Tensor], Tensor],
     ) -> TokenRows:
-        """x (T, H) -> the tokens as they travel: quantised (as they are if they come so), or
-        rounded to bf16.
-
-        over_ranks  maximum of a fp32 () over all ranks: "per_tensor" scales by the largest token
-                    of all of them
-        """
-        cfg = self.cfg
-        if isinstance(x, Nvfp4Tensor):
-            gx = x.global_scale.expand(x.shape[0]).contiguous()
-            return TokenRows(x.data, x.scale.view(torch.uint8), gx)
-        weight = topk_weights[:, 0].float() if cfg.weight_on_input else None
+        """The tokens of `source` as experts read them: quantised, or rounded to bf16."""
+        x, scale, outer, weight = self.source(x, topk_ids, topk_weights, over_ranks)
+        if scale is not None:
+            return TokenRows(x, scale, outer)
         if self.numerics.activations == "bf16":
             return TokenRows((x if weight is None else x.float() * weight[:, None]).bfloat16())
-        mode, weighted = self.numerics.activation_scale, x
-        if weight is not None and not (self.on_kernels and mode != "per_tensor"):
-            weighted = x.float() * weight[:, None]
-        g = reference.input_scale(weighted, topk_ids, cfg, self.weights, mode)  # type: ignore[arg-type]
-        if mode == "per_tensor":
-            assert isinstance(g, Tensor)
-            g = over_ranks(g)
         if not self.on_kernels:
-            q = nvfp4.quantize(weighted, g)
+            weighted = x if weight is None else x.float() * weight[:, None]
+            q = nvfp4.quantize(weighted, "per_token" if outer is None else outer)
             gx = q.global_scale.expand(x.shape[0]).contiguous()
             return TokenRows(q.data, q.scale.view(torch.uint8), gx)
-        assert isinstance(g, str | Tensor)
-        with self._kernels_on(x.device):
+        with self.kernels_on(x.device):
             # one "expert" that owns every row: its grouped scales are the plain swizzle
             last = max(x.shape[0], 1)
             offsets = torch.arange(0, last + 1, last, device=x.device, dtype=torch.int32)
             if x.shape[0] == 0:
                 offsets.zero_()
+            g = "per_token" if outer is None else outer
             data, scale, gx = ops.quantize_rows(x, offsets, None, g, weight)
         return TokenRows(data, nvfp4.unswizzle(scale, x.shape[0], x.shape[1] // BLOCK), gx)
 
     def plan(self, topk_ids: Tensor, topk_weights: Tensor, rows: int) -> RoutingPlan:
         """The local rows of ids (N, K), of which there are at most ``rows``."""
-        w = self.weights
-        experts = (self.cfg.num_experts, w.first_expert, w.num_experts)
-        plan = self._sort(topk_ids, topk_weights, *experts)
+        plan = self._sort(topk_ids, topk_weights)
         return dataclasses.replace(
             plan, row_token=plan.row_token[:rows], row_weight=plan.row_weight[:rows]
         )
 
-    def sort(self, ids: Tensor, groups: int) -> RoutingPlan:
-        """Rows of ids int32 (N, S) over ``groups`` groups; what is none of 0 .. groups - 1 has no
-        row. Their weights are left unspecified."""
-        nothing = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        return self._sort(ids, nothing, groups, 0, groups)
-
-    def _sort(
-        self, ids: Tensor, weights: Tensor, groups: int, first: int, local: int
-    ) -> RoutingPlan:
-        if not (self.on_kernels and local and ids.numel()):
-            return make_plan(ids, weights, groups, first, local)
+    def _sort(self, ids: Tensor, weights: Tensor) -> RoutingPlan:
+        w = self.weights
+        experts = (self.cfg.num_experts, w.first_expert, w.num_experts)
+        if not (self.on_kernels and w.num_experts and ids.numel()):
+            return make_plan(ids, weights, *experts)
         counter = None
         if self.numerics.schedule == "dynamic":
             counter = torch.empty(1, dtype=torch.int32, device=ids.device)
-        with self._kernels_on(ids.device):
-            rows = ops.sort_routes(ids, weights, groups, first, local, counter=counter)
+        with self.kernels_on(ids.device):
+            rows = ops.sort_routes(ids, weights, *experts, counter=counter)
         return RoutingPlan(*rows, counter)
 
     def buffers(self, rows: int) -> list[Buffer]:
@@ -155,29 +158,12 @@ class LocalExperts:
             return []
         return row_buffers(rows, self.cfg, self.weights)
 
-    def warmup(self, max_tokens: int, rows: int, reduced: bool) -> None:
+    def warmup(self, run: kernels.Run, max_tokens: int, rows: int) -> None:
         """Compile what this rank runs for up to ``max_tokens`` tokens of its own and ``rows``
-        received rows; ``reduced``: with sums on the experts' rank. Nothing is exchanged.
+        received rows. ``run``: a call without its collectives, (x, ids, weights, shared) -> y.
         """
         if not self.on_kernels:
             return
-
-        def run(x: Tensor, ids: Tensor, mix: Tensor, shared: Tensor | None) -> Tensor:
-            tokens = self.stage(x, ids, mix, lambda amax: amax)
-            for slots in (
-                ids,
-                ids[:, :1].expand(-1, self.ranks),
-            ):  # over ranks, on the owner's side
-                self.sort(slots.int(), self.ranks)
-            plan = self.plan(ids.int(), mix, ids.numel())
-            o = self.rows(tokens, plan, allocate(self.buffers(ids.numel()), x.device, None))
-            factors = None if self.cfg.weight_on_input else mix
-            if not reduced:
-                return self.combine(o, plan.token_rows, factors, x.dtype, shared)
-            partial = self.combine(o, plan.token_rows, factors, torch.bfloat16)
-            ranks = plan.token_rows[:, :1].expand(-1, self.ranks).contiguous()
-            return self.combine(partial, ranks, None, x.dtype, shared)
-
         cfg, weights = self.cfg, self.weights
         count = max(max_tokens, -(-rows // cfg.top_k))
         if isinstance(weights, PackedExperts):
@@ -195,14 +181,12 @@ class LocalExperts:
                 (count, weights.hidden), dtype=torch.bfloat16, device=tokens.data.device
             )
         if isinstance(weights, PackedExperts):
-            values, gx = tokens.decode(torch.bfloat16)
-            return kernels_sm90.run_received(values, gx, plan, weights, self.numerics, scratch)
+            given = (tokens.data, tokens.scale, tokens.gx)
+            return kernels_sm90.run_received(given, plan, weights, self.numerics, scratch)
         if self.on_kernels:
             assert tokens.scale is not None and tokens.gx is not None  # these are W4A4 only
-            data, scale, gx = (t.contiguous() for t in (tokens.data, tokens.scale, tokens.gx))
-            return kernels.run_received(
-                data, scale, gx, plan, cfg, kernels.Experts.of(weights), scratch
-            )
+            given = (tokens.data, tokens.scale, tokens.gx)
+            return kernels.run_received(*given, plan, cfg, kernels.Experts.of(weights), scratch)
         if self.backend == "reference":
             values, gx = tokens.decode(torch.float64)
             mode = self.numerics.activations
@@ -223,7 +207,7 @@ class LocalExperts:
         """
         if self.on_kernels:
             weights = None if topk_weights is None else topk_weights.float()
-            with self._kernels_on(rows.device):
+            with self.kernels_on(rows.device):
                 return ops.combine(rows, token_rows, weights, shared, dtype)
         if topk_weights is None:
             topk_weights = torch.ones(token_rows.shape, device=rows.device)

@@ -23,7 +23,7 @@ from moe.weights import ExpertWeights
 _T = TypeVar("_T")
 
 _FINGERPRINT_BYTES = 4096  # of one rank at construction
-_VERSION = 1  # of the wire format
+_VERSION = 2  # of the wire format
 _DRAIN = 3.0  # s that a rank which raised gives its own collectives to finish
 
 
@@ -122,10 +122,11 @@ class ExpertParallel:
     there (sums over the *other* ranks d; K slots a token, hidden H, ranks W; r16 rounds up to 16):
 
         header    (16 * split + 8) * (W - 1)                      (not with a capacity)
-        dispatch  r16(9 H / 16 + 4 + 4 K) * sum n_d               nvfp4; bf16: r16(2 H + 4 K)
+        dispatch  r16(9 H / 16 + 8 + 4 K) * sum n_d               nvfp4; bf16: r16(2 H + 4 + 4 K)
         return    2 H * sum s_d                                   what comes back
 
-    With pre_reduce a dispatched row has 4 K bytes more (the weights), and 2 H * sum n_d come back.
+    With pre_reduce a dispatched row has 4 K - 4 bytes more (the weights, and no place of its first
+    row), and 2 H * sum n_d come back.
     With a capacity n_d = C and s_d = S, full or not. `bytes_sent` counts what this rank really
     sends, by phase; what comes back to it is the "return" of the others. `Replicated` with reduce
     hands 4 H T bytes to one all-reduce.
@@ -166,8 +167,7 @@ class ExpertParallel:
         self.received: Tensor | None = None
         self._layers = self._calls = self._received_in = 0
         self._phase, self._inside = "construction", False
-        # tokens lost for want of capacity, and the largest numbers of tokens and slots of any pair
-        self._overflow: Tensor | None = None
+        self._overflow: Tensor | None = None  # see `overflow`
         self._kept: dict[Hashable, Any] = {}
         limit = _group_limit(self.group) if timeout is None else timeout
         store = _group_store(self.group)
@@ -300,13 +300,12 @@ class ExpertParallel:
         else:
             self.received = self.received + expert_offsets
 
-    def count_lost(self, lost: Tensor, needed: Tensor) -> None:
-        """lost bool (T,), needed int (2,) of one call, on their device; nothing waits."""
-        if self._overflow is None or self._overflow.device != lost.device:
-            self._overflow = torch.zeros(3, dtype=torch.int64, device=lost.device)
-        self._overflow[0] += lost.sum()
-        most = self._overflow[1:]
-        torch.maximum(most, needed, out=most)
+    def overflow(self, device: torch.device) -> Tensor:
+        """int64 (3,) on ``device``, what `check` reads: tokens lost for want of capacity, and the
+        largest numbers of tokens and slots that any pair of ranks needed."""
+        if self._overflow is None or self._overflow.device != device:
+            self._overflow = torch.zeros(3, dtype=torch.int64, device=device)
+        return self._overflow
 
     # ---- collectives: the same ones, in the same order, on every rank
 
@@ -321,8 +320,7 @@ class ExpertParallel:
             usable = device.type == "cpu" or f"{device.type}:nccl" in backend
             problem = None if usable else f"layers on {device} need NCCL, the group has {backend}"
             self._compare({**fields, "problem": problem}, "")
-        if self._overflow is None or self._overflow.device != device:
-            self._overflow = torch.zeros(3, dtype=torch.int64, device=device)
+        self.overflow(device)  # made here: what a CUDA graph makes exists in its replays alone
         self._layers += 1
         return self._layers
 
@@ -345,10 +343,12 @@ class ExpertParallel:
         _refuse_differences(tables)
         return [table["nonce"] for table in tables]
 
-    def exchange_counts(self, counts: Tensor, layer: int) -> tuple[list[list[int]], ...]:
+    def exchange_counts(
+        self, counts: Tensor, layer: int
+    ) -> tuple[list[list[int]], list[list[int]], Tensor]:
         """counts int32 (W, 2 * parts), tokens and slots for each rank -> host lists
-        [[tokens, slots, tokens, ...], ...] of what goes to, and of what comes from, each rank.
-        Waits for the device.
+        [[tokens, slots, tokens, ...], ...] of what goes to, and of what comes from, each rank, and
+        the latter as int64 (W, 2 * parts) on the device, rows apart. Waits for the device.
 
         Raises RuntimeError when another rank is in a call of another layer.
         """
@@ -365,7 +365,7 @@ class ExpertParallel:
                 f"ranks call different layers: this one is in layer {layer} (by order of "
                 f"construction), {', '.join(wrong)}"
             )
-        return [row[:-1] for row in there], [row[:-1] for row in here]
+        return [row[:-1] for row in there], [row[:-1] for row in here], theirs[:, :width]
 
     def start(
         self,

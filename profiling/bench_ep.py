@@ -302,7 +302,7 @@ class Bench:
         """The one layer, on other terms: packing its weights for every setting would take most of
         the time."""
         layer = self.layer
-        local = LocalExperts(self.cfg, self.weights, layer.numerics, layer.backend, self.size)
+        local = LocalExperts(self.cfg, self.weights, layer.numerics, layer.backend)
         layer.parallel, layer._number = parallel, join(parallel, local)
         return layer
 

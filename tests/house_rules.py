@@ -44,7 +44,7 @@ WIDE_SIGNATURES = {
 # What moe may import of cute_kernels. Hopper's operations are a door of their own: they read
 # another weight layout, which the layer packs when it is built.
 DOORS = {
-    "ops", "gemm_ops", "sm90_ops", "router_ops",
+    "ops", "gemm_ops", "sm90_ops", "router_ops", "exchange_ops",
     "nvfp4", "activations", "torch_math", "torch_ops", "torch_router",
 }  # fmt: skip
 # Other imports of cute_kernels by a module of moe, each with its reason.

@@ -161,6 +161,8 @@ class PermuteRows:
     scales, and their block scales in SWIZZLE_32_4_4_GROUPED as `GroupScales` has them.
 
     row_bytes  bytes of a row, a multiple of 8: two codes a byte
+    data_pitch, scale_pitch, gx_pitch  bytes from one row to the next of the input; 0: rows lie
+               close behind one another
     One CTA per tile of 128 scale rows, then one per `ROWS` rows of the output; rows past the last
     expert are left alone. Both parts write to memory as fast as it takes it, and neither waits for
     the other.
@@ -171,12 +173,16 @@ class PermuteRows:
     """
 
     row_bytes: int
+    data_pitch: int = 0
+    scale_pitch: int = 0
+    gx_pitch: int = 0
 
     ROWS = 4
 
     @property
     def name(self) -> str:
-        return f"permute_rows_b{self.row_bytes}"
+        apart = self.data_pitch not in (0, self.row_bytes)
+        return f"permute_rows_b{self.row_bytes}{f'_p{self.data_pitch}' if apart else ''}"
 
     @property
     def width(self) -> int:
@@ -190,7 +196,8 @@ class PermuteRows:
     @property
     def scales(self) -> GroupScales:
         groups = self.row_bytes // 8
-        return GroupScales(groups, groups, threads=self.threads // (2 * WARP) * 2 * WARP)
+        threads = self.threads // (2 * WARP) * 2 * WARP
+        return GroupScales(groups, self.scale_pitch or groups, threads=threads, zeros=False)
 
     @property
     def arguments(self) -> tuple:
@@ -239,7 +246,7 @@ class PermuteRows:
             tokens = [ptx.load_i32(row_token.toint() + Int64(r) * 4) for r in rows]
             if tid == 0:
                 for r, t in zip(rows, tokens):
-                    value = ptx.load_f32(gx.toint() + Int64(t) * 4)
+                    value = ptx.load_f32(gx.toint() + Int64(t) * (self.gx_pitch or 4))
                     ptx.store_f32(out_gx.toint() + Int64(r) * 4, value)
             for step in cutlass.range_constexpr(steps):
                 offset = (step * self.threads + tid) * self.width
@@ -251,6 +258,6 @@ class PermuteRows:
         load, store = ptx.load_u32x4, ptx.stream_u32x4  # a source row is read by several experts
         if self.width == 8:
             load, store = ptx.load_u32x2, ptx.store_u32x2
-        pieces = [load(source + Int64(t) * self.row_bytes) for t in tokens]
+        pieces = [load(source + Int64(t) * (self.data_pitch or self.row_bytes)) for t in tokens]
         for r, piece in zip(rows, pieces):
             store(target + Int64(r) * self.row_bytes, piece)

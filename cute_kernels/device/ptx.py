@@ -128,6 +128,16 @@ def reduce_bf16x8(address: Int64, words) -> None:
     )
 
 
+def add_i64(address: Int64, value: Int64) -> None:
+    """Add to a 64-bit word, atomically."""
+    inline_ptx("red.global.add.u64 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def max_i64(address: Int64, value: Int64) -> None:
+    """The larger of a 64-bit word and ``value``, atomically."""
+    inline_ptx("red.global.max.s64 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def count_shared(pointer) -> None:
     """Add one to a word of shared memory, atomically."""
     inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[Int32(pointer.toint())])

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
 from cute_kernels.device.scheduler import find_tile
-from cute_kernels.device.sizes import BLOCK, scale_pitch
+from cute_kernels.device.sizes import BLOCK, piece_width, scale_pitch
 
 E2M1_UE4M3_MAX = 6.0 * 448.0
 GLOBAL_MIN = 2.0**-100
@@ -238,6 +238,7 @@ class GroupScales:
     groups   K/16
     pitch    bytes between rows of the input
     indexed  routed row -> input row through ``row_token``; otherwise row r is row r
+    zeros    bytes of the input between its scales and the next row are zero; otherwise anything
 
     scale uint8 (rows in, pitch); row_token int32 (R,); expert_offsets int32 (E+1,);
     grouped uint8 (tiles * 128, groups padded to 4)
@@ -247,6 +248,7 @@ class GroupScales:
     pitch: int
     indexed: bool = True
     threads: int = 128
+    zeros: bool = True
 
     @property
     def name(self) -> str:
@@ -267,8 +269,9 @@ class GroupScales:
 
     @property
     def width(self) -> int:
-        """Bytes of one load: the largest power of two up to 16 that divides the pitch."""
-        return min(16, self.pitch & -self.pitch)
+        """Bytes of one load, none of which holds scales and what is none."""
+        width = piece_width(self.pitch)
+        return width if self.zeros else min(width, piece_width(self.groups))
 
     @property
     def padded(self) -> int:

@@ -34,10 +34,15 @@ class Routes:
 
     num_experts  local experts E
     ids          'Int32' or 'Int64'
+    top_k        slots per token
+    apart        ids of a token are ``pitch`` elements behind those of the token before it, as on
+                 the wire between ranks; otherwise they lie close behind one another
     """
 
     num_experts: int
     ids: str = "Int32"
+    top_k: int = 1
+    apart: bool = False
 
     @property
     def warps(self) -> int:
@@ -65,15 +70,17 @@ class Routes:
     def load_experts(self, inputs, base, stop):
         """Local experts of the pairs base + 0, 32, 64, ..: -1 without a row and from ``stop`` on.
         The loads are in flight together."""
-        topk_ids, _, first_expert, global_experts = inputs
+        topk_ids, _, first_expert, global_experts, pitch = inputs
         index = [base + WARP * n for n in range(BATCH)]
-        near = [cutlass.max(cutlass.min(i, stop - 1), 0) for i in index]
+        near = [Int64(cutlass.max(cutlass.min(i, stop - 1), 0)) for i in index]
+        if self.apart:
+            near = [i // self.top_k * pitch + i % self.top_k for i in near]
         if self.ids == "Int64":  # compared as 64 bits: no wrap-around makes an id valid
-            words = [ptx.load_u32x2(topk_ids.toint() + Int64(i) * 8) for i in near]
+            words = [ptx.load_u32x2(topk_ids.toint() + i * 8) for i in near]
             known = [high == 0 for _, high in words]
             ids = [Int32(low) for low, _ in words]
         else:
-            ids = [ptx.load_i32(topk_ids.toint() + Int64(i) * 4) for i in near]
+            ids = [ptx.load_i32(topk_ids.toint() + i * 4) for i in near]
             known = [True] * BATCH
         experts = []
         for i, expert, valid in zip(index, ids, known):
@@ -109,16 +116,18 @@ class CountRoutes(Routes):
 
     @property
     def name(self) -> str:
-        return f"count_routes_e{self.num_experts}_{self.ids.lower()}"
+        apart = f"_k{self.top_k}_apart" if self.apart else ""
+        return f"count_routes_e{self.num_experts}_{self.ids.lower()}{apart}"
 
     @property
     def arguments(self) -> tuple:
-        return (self.ids_argument, Ptr("Int32", 4), "i32", "i32", "i32", "i32")
+        source = (self.ids_argument, "i32")
+        return (source, Ptr("Int32", 4), "i32", "i32", "i32", "i32")
 
     @cute.jit
-    def __call__(self, topk_ids, counts, pairs, ctas, first_expert, global_experts, stream):
+    def __call__(self, source, counts, pairs, ctas, first_expert, global_experts, stream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        inputs = (topk_ids, None, first_expert, global_experts)
+        inputs = (source[0], None, first_expert, global_experts, source[1])
         self.kernel(inputs, counts, pairs, ctas).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
@@ -149,8 +158,7 @@ class CountRoutes(Routes):
 
 @dataclasses.dataclass(frozen=True)
 class SortRoutes(Routes):
-    """top_k   slots per token
-    spread  several CTAs, whose counts `CountRoutes` left in ``counts``
+    """spread  several CTAs, whose counts `CountRoutes` left in ``counts``
     counted a work counter, int32 (1,), is set to 0 for the kernels that follow
 
     topk_ids (T, K) global ids; weights fp32 (T, K); counts int32 (ctas, E); pairs = T * K;
@@ -160,27 +168,27 @@ class SortRoutes(Routes):
     and 0 past the last routed row; token_rows int32 (T, K): -1 where a slot has no row here.
     """
 
-    top_k: int = 1
     spread: bool = False
     counted: bool = False
 
     @property
     def name(self) -> str:
-        flags = ("_spread" if self.spread else "") + ("_counter" if self.counted else "")
+        chosen = {"_spread": self.spread, "_counter": self.counted, "_apart": self.apart}
+        flags = "".join(flag for flag, on in chosen.items() if on)
         return f"sort_routes_e{self.num_experts}_k{self.top_k}_{self.ids.lower()}{flags}"
 
     @property
     def arguments(self) -> tuple:
         i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
-        inputs = (self.ids_argument, f32, i32 if self.spread else None, "i32", "i32")
+        inputs = (self.ids_argument, f32, i32 if self.spread else None, "i32", "i32", "i32")
         outputs = (i32, i32, f32, i32, i32 if self.counted else None)
         return (inputs, outputs, "i32", "i32", "i32")
 
     @cute.jit
     def __call__(self, inputs, outputs, pairs, rows, ctas, stream):
-        topk_ids, weights, counts, first_expert, global_experts = inputs
+        topk_ids, weights, counts, first_expert, global_experts, pitch = inputs
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        inputs = (topk_ids, weights, first_expert, global_experts)
+        inputs = (topk_ids, weights, first_expert, global_experts, pitch)
         self.kernel(inputs, counts, outputs, pairs, rows, ctas).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )

@@ -10,5 +10,10 @@ def scale_pitch(hidden: int) -> int:
     return -(-hidden // BLOCK // 16) * 16
 
 
+def piece_width(size: int) -> int:
+    """Bytes of one access to whole pieces of ``size`` bytes: a power of two up to 16."""
+    return min(16, size & -size)
+
+
 ROUTER_STEP = 32  # columns of one integer MMA of the router
 ROUTER_TILE = 16  # experts whose digits lie together

@@ -249,11 +249,9 @@ def expected_bytes(call: Call, size: int) -> list[dict[str, int]]:
     """Bytes that each rank sends to others, by the formulas of `ExpertParallel`, by hand."""
     k = 1 if call.case.weight_on_input else min(ref.K, call.experts)
     assert isinstance(call.mode, Exchange)
-    reduced = 4 * k if call.mode.pre_reduce else 0
-    if call.case.activations == "bf16":
-        row = 2 * ref.H + 4 * k + reduced
-    else:
-        row = 9 * ref.H // 16 + 4 + 4 * k + reduced
+    head = 8 * k if call.mode.pre_reduce else 4 * k + 4
+    row = 2 * ref.H if call.case.activations == "bf16" else 9 * ref.H // 16 + 4
+    row += head
     row = math.ceil(row / 16) * 16
     parts = [given(call, r, size) for r in range(size)]
     base, more = divmod(call.experts, size)

@@ -61,10 +61,10 @@ def attempt(layer: MoE, rank: int) -> dict[str, Any]:
 def inject(where: str, action: Any) -> None:
     """Let ``action`` happen in this rank in one phase of its calls."""
     owner, name = {
-        "quantize": (LocalExperts, "stage"),
+        "quantize": (LocalExperts, "source"),
         "experts": (LocalExperts, "rows"),
         "combine": (LocalExperts, "combine"),
-        "dispatch": (dispatch_module.Wire, "pack"),
+        "dispatch": (dispatch_module.Steps, "send"),
     }[where]
     before = getattr(owner, name)
 

@@ -21,10 +21,10 @@ QUIET = ("alias", "as_strided", "detach", "empty", "empty_like", "expand", "narr
          "view", "_unsafe_view", "scalar_tensor")  # fmt: skip
 FEW = 16  # tokens of the case, more than enough
 MODES = {
-    "counts": (Exchange(), 46),
-    "places": (Exchange(capacity=Capacity(FEW)), 54),
-    "limited": (Exchange(capacity=Capacity(FEW, 12)), 68),
-    "summed": (Exchange(pre_reduce=True), 43),
+    "counts": (Exchange(), 15),
+    "places": (Exchange(capacity=Capacity(FEW)), 12),
+    "limited": (Exchange(capacity=Capacity(FEW, 12)), 13),
+    "summed": (Exchange(pre_reduce=True), 16),
 }
 
 

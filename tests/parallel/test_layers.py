@@ -236,18 +236,21 @@ def small_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-# by whether h has a static scale
-SIMULATED = {False: Exchange(), True: Exchange(pre_reduce=True, capacity=Capacity(4))}
+SIMULATED = {  # mode, and whether h has a static scale
+    "counts": (Exchange(), False),
+    "places": (Exchange(capacity=Capacity(4, 6), split=2), True),
+    "summed": (Exchange(pre_reduce=True, capacity=Capacity(4)), True),
+}
 
 
-def on_the_simulator(rank: int, size: int, warm: bool) -> dict[bool, torch.Tensor]:
+def on_the_simulator(rank: int, size: int, warm: bool) -> dict[str, torch.Tensor]:
     out = {}
-    for static, mode in SIMULATED.items():
+    for name, (mode, static) in SIMULATED.items():
         layer = small_layer(static, ExpertParallel(None, 4, mode=mode))
         if warm:
             layer.warmup(3)
         before = compiler.stats()
-        out[static] = layer.experts(*small_batch(rank))
+        out[name] = layer.experts(*small_batch(rank))
         assert (compiler.stats() == before) == warm, "does the call compile or load a kernel?"
         assert layer.parallel is not None
         layer.parallel.check()
@@ -264,8 +267,10 @@ def test_the_kernels_compute_what_they_receive(warm: bool, tmp_path: Path) -> No
     ranks = values(run_ranks(2, on_the_simulator, warm, path=tmp_path, timeout=300.0))
     for rank in range(2):
         want = small_layer(False).experts(*small_batch(rank))
-        assert same_bits(ranks[rank][False], want)
-        want = small_layer(True).experts(*small_batch(rank)).float()
+        assert same_bits(ranks[rank]["counts"], want)
+        want = small_layer(True).experts(*small_batch(rank))
+        assert same_bits(ranks[rank]["places"], want)
+        want = want.float()
         assert 0 < want.abs().amax() < 64
-        error = (ranks[rank][True].float() - want).abs()
+        error = (ranks[rank]["summed"].float() - want).abs()
         assert (error <= 2.0**-6 * want.abs().amax()).all()
