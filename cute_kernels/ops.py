@@ -197,6 +197,7 @@ def combine(
     shared: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    lost: Tensor | None = None,
 ) -> Tensor:
     """y[t] = ((w0 * rows[r0]) + (w1 * rows[r1])) + ... + shared[t], r_j = token_rows[t, j], slots
     in order.
@@ -206,16 +207,17 @@ def combine(
     weights     fp32 (T, K); None: a plain sum
     shared      (T, H): added last
     out_dtype   default: dtype of rows
+    lost        bool (T,): y of these tokens is NaN
 
     fp32, each product and each sum rounded: the same bits in any batch. A token without a slot
     gets exactly 0 (plus its shared row). Raises TypeError or ValueError before anything is
     allocated.
     """
     if out is None:
-        _check_combine(rows, token_rows, weights, shared, out_dtype or rows.dtype)
+        _check_combine(rows, token_rows, weights, shared, out_dtype or rows.dtype, lost)
         shape = (token_rows.shape[0], rows.shape[1])
         out = torch.empty(shape, dtype=out_dtype or rows.dtype, device=rows.device)
-    _combine_op(rows, token_rows, weights, shared, out)
+    _combine_op(rows, token_rows, weights, shared, lost, out)
     return out
 
 
@@ -333,6 +335,7 @@ def _check_combine(
     weights: Tensor | None,
     shared: Tensor | None,
     out_dtype: torch.dtype,
+    lost: Tensor | None,
 ) -> None:
     check_matrix(rows, "rows", FLOATS, 8)
     if out_dtype not in FLOATS:
@@ -359,10 +362,13 @@ def _check_combine(
     for name, tensor in tensors.items():
         if tensor.device != rows.device:
             raise ValueError(f"{name} is on {tensor.device}, rows are on {rows.device}")
+    if lost is not None:
+        check_vector(lost, "lost", torch.bool, token_rows.shape[0], rows.device)
 
 
-def _check_combine_out(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, y: Any) -> None:
-    _check_combine(rows, token_rows, weights, shared, y.dtype)
+def _check_combine_out(rows: Tensor, token_rows: Tensor, *rest: Any) -> None:
+    weights, shared, lost, y = rest
+    _check_combine(rows, token_rows, weights, shared, y.dtype, lost)
     check_written(y, "y", (token_rows.shape[0], rows.shape[1]), y.dtype, rows.device)
 
 
@@ -478,27 +484,28 @@ def _sort_routes_kernel(
 
 
 def _combine_of(
-    hidden: int, slots: int, dtypes: tuple[torch.dtype | None, ...], weighted: bool
+    hidden: int, slots: int, dtypes: tuple[torch.dtype | None, ...], weighted: bool, lossy: bool
 ) -> Any:
     """``dtypes``: of rows, y and shared."""
     from cute_kernels.device.combine import Combine
 
     rows, y, shared = ("" if dtype is None else DSL_TYPES[dtype] for dtype in dtypes)
-    return Combine(hidden, slots, rows, y, shared, weighted)
+    return Combine(hidden, slots, rows, y, shared, weighted, lossy)
 
 
-def _combine_kernel(
-    rows: Tensor, token_rows: Tensor, weights: Tensor | None, shared: Tensor | None, y: Tensor
-) -> None:
+def _combine_kernel(rows: Tensor, token_rows: Tensor, *rest: Any) -> None:
+    weights, shared, lost, y = rest
     tokens, slots = token_rows.shape
     if tokens == 0:
         return
     dtypes = (rows.dtype, y.dtype, None if shared is None else shared.dtype)
-    kernel = (_combine_of, rows.shape[1], slots, dtypes, weights is not None)
+    flags = (weights is not None, lost is not None)
+    kernel = (_combine_of, rows.shape[1], slots, dtypes, *flags)
     rows, token_rows = flat(rows), token_rows.contiguous()
     weights = None if weights is None else weights.contiguous()
     shared = None if shared is None else flat(shared)
-    launch(kernel, rows.device, rows, token_rows, weights, shared, y, tokens)
+    lost = None if lost is None else lost.contiguous()
+    launch(kernel, rows.device, rows, token_rows, weights, shared, lost, y, tokens)
 
 
 def _permute_rows(row_bytes: int, *pitches: int) -> Any:
@@ -540,8 +547,10 @@ def _plain_sort(ids: Tensor, weights: Tensor, experts: int, first: int, *out: Te
     return (*torch_ops.sort_routes(ids, weights, experts, first, local, rows), zero)
 
 
-def _plain_combine(rows: Tensor, token_rows: Tensor, weights: Any, shared: Any, y: Tensor) -> Any:
-    return (torch_ops.combine(rows, token_rows, weights, shared, y.dtype),)
+def _plain_combine(rows: Tensor, token_rows: Tensor, *rest: Any) -> Any:
+    weights, shared, lost, y = rest
+    out = torch_ops.combine(rows, token_rows, weights, shared, y.dtype)
+    return (out if lost is None else out.masked_fill_(lost.unsqueeze(1), torch.nan),)
 
 
 _quantize_rows_op = register(
@@ -560,7 +569,8 @@ _sort_routes_op = register(
     _sort_routes_kernel,
 )
 _combine_op = register(
-    "combine(Tensor rows, Tensor token_rows, Tensor? weights, Tensor? shared, Tensor(a!) y)",
+    "combine(Tensor rows, Tensor token_rows, Tensor? weights, Tensor? shared, Tensor? lost, "
+    "Tensor(a!) y)",
     _check_combine_out,
     _plain_combine,
     _combine_kernel,

@@ -197,7 +197,9 @@ class ExchangeCall:
         back = self._experts(*self._arrived(rows, len(out)), by, out, scratch)
         factors = None if self.mode.pre_reduce or self.local.cfg.weight_on_input else mix
         places = booking.token_place if self.mode.pre_reduce else booking.slot_place
-        return self.local.combine(back, places, factors, x.dtype, shared)
+        for lost in (None, torch.zeros_like(ids[:, 0], dtype=torch.bool)) if fixed else (None,):
+            y = self.local.combine(back, places, factors, x.dtype, shared, lost)
+        return y
 
     def buffers(self, parts: Sequence[Sizes]) -> list[Buffer]:
         """Scratch of a call, part after part."""
@@ -319,8 +321,7 @@ class ExchangeCall:
         plain = self.mode.pre_reduce or self.local.cfg.weight_on_input
         factors = None if plain else batch.weights
         dtype, returned = output_dtype(batch.x), trip.scratch[3]
-        y = self.local.combine(returned, trip.places, factors, dtype, batch.shared)
-        return y if trip.lost is None else y.masked_fill_(trip.lost.unsqueeze(1), torch.nan)
+        return self.local.combine(returned, trip.places, factors, dtype, batch.shared, trip.lost)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -201,16 +201,18 @@ class LocalExperts:
         topk_weights: Tensor | None,
         dtype: torch.dtype,
         shared: Tensor | None = None,
+        lost: Tensor | None = None,
     ) -> Tensor:
         """rows (R >= 1, H), token_rows int32 (T, K) with -1 for nothing -> y (T, H): slots in
-        order, ``shared`` last. Without weights a plain sum.
+        order, ``shared`` last. Without weights a plain sum. NaN where ``lost``, bool (T,).
         """
         if self.on_kernels:
             weights = None if topk_weights is None else topk_weights.float()
             with self.kernels_on(rows.device):
-                return ops.combine(rows, token_rows, weights, shared, dtype)
+                return ops.combine(rows, token_rows, weights, shared, dtype, lost=lost)
         if topk_weights is None:
             topk_weights = torch.ones(token_rows.shape, device=rows.device)
         nothing = token_rows.new_zeros(2)
         plan = RoutingPlan(nothing, nothing, nothing.float(), token_rows)
-        return reference.combine(rows, plan, topk_weights, dtype, shared)
+        y = reference.combine(rows, plan, topk_weights, dtype, shared)
+        return y if lost is None else y.masked_fill_(lost.unsqueeze(1), torch.nan)

@@ -237,7 +237,7 @@ def op_inputs() -> dict[str, tuple]:
             *(case.x(), offsets, row_token, None, torch.rand(9)),
             *outputs(ops.quantize_buffers(9, 64, 18, 8)),
         ),
-        "combine": (rows, token_rows, weights, case.x(), torch.zeros(9, 64).half()),
+        "combine": (rows, token_rows, weights, case.x(), None, torch.zeros(9, 64).half()),
         "permute_quantized_rows": (*received, *outputs(ops.permute_buffers(64, 18, 8))),
     }
 
@@ -336,6 +336,7 @@ BAD: list[tuple[str, Any, str]] = [
     ),
     ("shapes", lambda o, r: ops.sort_routes(torch.zeros(1, 2).int(), torch.zeros(1, 1), 4), "T, K"),
     ("columns", lambda o, r: ops.combine(torch.zeros(3, 12), r[:2, None]), "multiple of 8"),
+    ("lost", lambda o, r: ops.combine(torch.zeros(3, 16), r[:2, None], lost=r > 0), "lost must"),
     (
         "weights",
         lambda o, r: ops.combine(torch.zeros(3, 16), r[:2, None], torch.zeros(2, 2)),

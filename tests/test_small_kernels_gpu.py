@@ -200,8 +200,11 @@ def test_combine(case: Case, dtypes: tuple, weighted: bool, shared: bool) -> Non
     extra = torch.randn((case.tokens, case.hidden), generator=g).to(shared_dtype)
     inputs = (rows, token_rows, weights, extra if shared else None)
     want = ops.combine(*inputs, out_dtype)
-    got = ops.combine(*(None if t is None else t.to(CUDA) for t in inputs), out_dtype)
-    assert_same(got, want, "y")
+    there = tuple(None if t is None else t.to(CUDA) for t in inputs)
+    assert_same(ops.combine(*there, out_dtype), want, "y")
+    lost = torch.rand(case.tokens, generator=g) < 0.3
+    got = ops.combine(*there, out_dtype, lost=lost.to(CUDA))
+    assert_same(got, want.masked_fill(lost[:, None], torch.nan), "y of lost tokens")
 
 
 @pytest.mark.parametrize("hidden", [16, 48, 352, 2880, 7168])

@@ -93,8 +93,11 @@ def test_combine(shared: bool) -> None:
     case = Case(9, hidden=80, top_k=3, routing="holes")
     _, _, _, token_rows = plan(case)
     rows = torch.randn(27, 80).bfloat16()
+    lost = torch.arange(9) % 4 == 1
     args = (rows, token_rows, case.routes()[1], case.x() if shared else None, torch.float32)
     assert_same(simulate(ops.combine, *args), ops.combine(*args), "y")
+    y = simulate(ops.combine, *args, None, lost)
+    assert_same(y, ops.combine(*args).masked_fill(lost[:, None], torch.nan), "y of lost tokens")
 
 
 def test_permute_quantized_rows() -> None:

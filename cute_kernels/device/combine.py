@@ -32,9 +32,11 @@ class Combine:
     top_k     slots per token
     dtypes    of the rows, of the output and of the shared expert's output ('' without one)
     weighted  products with the weights, else a plain sum (weights were applied to the input)
+    lossy     tokens may be lost: their y is NaN
 
     o (R, hidden); token_rows int32 (T, top_k), -1 = nothing here; weights fp32 (T, top_k);
-    shared and y (T, hidden). A token without a slot gets 0, plus its shared row.
+    shared and y (T, hidden); lost uint8 (T,), not 0 = lost. A token without a slot gets 0, plus its
+    shared row.
     """
 
     hidden: int
@@ -43,6 +45,7 @@ class Combine:
     out_dtype: str = "BFloat16"
     shared_dtype: str = ""
     weighted: bool = True
+    lossy: bool = False
 
     WIDTH = 8
 
@@ -52,6 +55,7 @@ class Combine:
         return (
             f"combine_h{self.hidden}_k{self.top_k}_{self.rows_dtype.lower()}_"
             f"{self.out_dtype.lower()}{shared}{'' if self.weighted else '_sum'}"
+            f"{'_lossy' if self.lossy else ''}"
         )
 
     @property
@@ -61,20 +65,21 @@ class Combine:
             Ptr("Int32", 4),
             Ptr("Float32", 4) if self.weighted else None,
             Ptr(self.shared_dtype) if self.shared_dtype else None,
+            Ptr("Uint8", 1) if self.lossy else None,
             Ptr(self.out_dtype),
             "i32",
         )
 
     @cute.jit
-    def __call__(self, o, token_rows, weights, shared, y, tokens, stream):
+    def __call__(self, o, token_rows, weights, shared, lost, y, tokens, stream):
         threads, ctas = _spread(self.hidden // self.WIDTH)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(o, token_rows, weights, shared, y).launch(
+        self.kernel(o, token_rows, weights, shared, lost, y).launch(
             grid=(tokens, ctas, 1), block=(threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, o, token_rows, weights, shared, y):
+    def kernel(self, o, token_rows, weights, shared, lost, y):
         tid, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()
         threads, ctas = _spread(self.hidden // self.WIDTH)
@@ -97,6 +102,10 @@ class Combine:
             else:
                 most = tree(cutlass.max, rows)
                 values = [ptx.select(most >= 0, v, Float32(0.0)) for v in values]
+            if cutlass.const_expr(self.lossy):
+                gone = ptx.load_u8(lost.toint() + token) != 0
+                nan = Uint32(0x7FC00000).bitcast(Float32)
+                values = [ptx.select(gone, nan, v) for v in values]
             store(y.toint(), position, values, self.out_dtype)
         ptx.allow_next_kernel()
 

@@ -23,7 +23,7 @@ FEW = 16  # tokens of the case, more than enough
 MODES = {
     "counts": (Exchange(), 15),
     "places": (Exchange(capacity=Capacity(FEW)), 12),
-    "limited": (Exchange(capacity=Capacity(FEW, 12)), 13),
+    "limited": (Exchange(capacity=Capacity(FEW, 12)), 12),
     "summed": (Exchange(pre_reduce=True), 16),
 }
 
