@@ -42,6 +42,14 @@ class Cluster:
         for rank, (z, y, x) in enumerate(itertools.product(range(cz), range(cy), range(cx))):
             self.ctas.append(Cta(self, rank, (first[0] + x, first[1] + y, first[2] + z)))
 
+    def end(self) -> None:
+        """Cut the cycles through this cluster, of which nothing is asked any more: its shared
+        memory, TMEM, registers and shadow state, tens of megabytes, go now and not when Python's
+        collector next looks at old objects."""
+        for cta in self.ctas:
+            vars(cta).update(warps=[], barriers={}, named={}, tmem=None)
+        vars(self).update(ctas=[], barrier=None)
+
 
 class Launch:
     """One kernel launch.

@@ -446,6 +446,7 @@ class Scheduler:
             # memory
             self._drain(cluster)
             self.clusters.remove(cluster)
+            cluster.end()
             self._refill()
 
     def _drain(self, cluster: Any) -> None:

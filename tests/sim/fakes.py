@@ -171,6 +171,9 @@ class Cluster:
     ctas: list[Cta] = field(default_factory=list)
     first_ctaid: tuple[int, int, int] = (0, 0, 0)
 
+    def end(self) -> None:
+        """Tests look at what a machine is left with."""
+
 
 class Machine:
     """One launch of one cluster. `add(rank, text, **regs)` appends a warp; `run()` executes all of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import torch
 
 from cute_kernels import sim
 from cute_kernels.sim.__main__ import main
+from cute_kernels.sim.grid import Cluster, Cta
+from cute_kernels.sim.memory import SharedMemory
 from cute_kernels.sim.ptx import parse
 from cute_kernels.sim.saved import SavedLaunch, capture
+from cute_kernels.sim.tmem import Tmem
 from tests.sim.onewarp import kernel, u32
 
 
@@ -61,6 +65,31 @@ def test_a_file_that_is_no_launch(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([str(tmp_path / "other.npz")]) == 2
     assert main([str(tmp_path / "missing.npz")]) == 2
     assert "no saved launch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("core", ["numpy", "compiled"])
+def test_ended_clusters_give_their_memory_back(core: str) -> None:
+    """At once: what waited for the collector of cycles was gigabytes after a thousand launches."""
+    if core == "compiled":
+        pytest.importorskip("numba", reason="the compiled core needs numba")
+    source, out = torch.arange(384, dtype=torch.int32), torch.zeros(384, dtype=torch.int32)
+    module = parse(kernel("add.s32 %d, %a0, 5;", [4], 4))
+    params = struct.pack("<2Q", out.data_ptr(), source.data_ptr())
+
+    class Shape:
+        grid, block, cluster, smem_bytes = (12, 1, 1), (32, 1, 1), (2, 1, 1), 4096
+
+    gc.collect()
+    gc.disable()
+    try:
+        simulator = sim.Simulator(core=core)
+        simulator.run_module(module, module.functions["k"], params, Shape)
+        parts = (Cluster, Cta, SharedMemory, Tmem)
+        left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, parts)]
+    finally:
+        gc.enable()
+    assert out.tolist() == list(range(5, 389))
+    assert left == []
 
 
 def test_one_simulator_at_a_time() -> None:
