@@ -102,6 +102,13 @@ class Nvfp4Tensor:
                 f"{self.scale_layout.name} and expert_offsets "
                 f"{'set' if self.expert_offsets is not None else 'None'}"
             )
+        if self.shape[-1] % BLOCK:
+            raise ValueError(f"K must be a multiple of {BLOCK}, got data {tuple(self.data.shape)}")
+        if not self.data.device == self.scale.device == self.global_scale.device:
+            raise ValueError(
+                f"data is on {self.data.device}, scale on {self.scale.device}, global_scale on "
+                f"{self.global_scale.device}"
+            )
         lead = tuple(self.data.shape[:-1])
         g = tuple(self.global_scale.shape)
         gate_up = len(lead) == 2 and g == (lead[0], 2)
@@ -259,8 +266,10 @@ def decode(
 ) -> Tensor:
     """code * scale without the global scale, (..., rows, K): exact in float32, float64 and bfloat16
     (every product of an E2M1 and a UE4M3 value has at most 6 significant bits). ``tables``: those
-    of ``dtype``.
+    of ``dtype``. Raises TypeError for another dtype, which would round or overflow.
     """
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise TypeError(f"dtype must be float32, float64 or bfloat16, got {dtype}")
     tables = decode_tables(q.device, dtype) if tables is None else tables
     values = _lookup(tables.values, q.data).view(dtype)  # one gather per byte
     scales = _lookup(tables.scales, q.row_major_scale())
@@ -400,6 +409,11 @@ def swizzle(scale: Tensor) -> Tensor:
 
     Padding bytes are 0: the MMA multiplies by those that pad K. Inverse of `unswizzle`.
     """
+    if scale.dim() < 2 or scale.dtype.itemsize != 1:
+        raise ValueError(
+            f"scale must be (..., rows, groups) of one byte each, got {tuple(scale.shape)} "
+            f"{scale.dtype}"
+        )
     *lead, rows, groups = scale.shape
     rows_p, groups_p = _round_up(rows, TILE_ROWS), _round_up(groups, TILE_GROUPS)
     out = torch.zeros((*lead, rows_p, groups_p), dtype=torch.uint8, device=scale.device)

@@ -5,6 +5,7 @@ where.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from cute_kernels.activations import Activation, SwiGLU
 from cute_kernels.nvfp4 import BLOCK
@@ -20,9 +21,8 @@ class MoEConfig:
     num_experts, top_k     all experts of the layer (of all ranks) and how many each token takes
     scoring                "softmax", "sigmoid" or "sqrtsoftplus" = sqrt(softplus(logit)), fp32
     num_groups, top_groups DeepSeek-V3's node-limited routing: of ``num_groups`` equal groups only
-    the
-                           ``top_groups`` with the largest sum of their two best biased scores are
-                           used
+                           the ``top_groups`` with the largest sum of their two best biased scores
+                           are used
     renormalize            divide the chosen weights by their sum (0/0 -> 0)
     routed_scaling_factor  multiplies the chosen weights, once, in `MoE.forward`; not the shared
                            expert
@@ -30,7 +30,8 @@ class MoEConfig:
     weight_on_input        Llama-4: the router weight multiplies x before quantisation; top_k must
                            be 1
 
-    Raises ValueError for sizes that cannot be: the message names the field and the consequence.
+    Raises TypeError or ValueError for values that cannot be: the message names the field and the
+    consequence.
     """
 
     hidden: int
@@ -46,6 +47,18 @@ class MoEConfig:
     weight_on_input: bool = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"{field.name} must be an int, got {value!r}")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be True or False, got {value!r}")
+        factor = self.routed_scaling_factor
+        if not isinstance(factor, int | float) or not math.isfinite(factor):
+            raise ValueError(
+                f"routed_scaling_factor must be a finite number, got {factor!r}: it multiplies "
+                "every weight"
+            )
         for name in ("hidden", "intermediate"):
             size = getattr(self, name)
             if size < BLOCK or size % BLOCK:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cute_kernels import nvfp4
-from cute_kernels.activations import BUILT_IN, Activation
+from cute_kernels.activations import Activation
 from cute_kernels.gemm_ops import start_simulator
 from cute_kernels.nvfp4 import ROW_MAJOR, Nvfp4Tensor
 from cute_kernels.ops import check_routing
-from moe import kernels, kernels_sm90, reference
+from moe import kernels, kernels_sm90, packed_file, reference
 from moe.backends import choose_backend
 from moe.config import MoEConfig
 from moe.dispatch import Batch, ExchangeCall, ReducedCall, join
@@ -30,9 +27,12 @@ from moe.kernels import KERNEL_BACKENDS
 from moe.layer_checks import (
     ROUTER_FIELDS,
     check_backend,
+    check_helpers,
     check_max_tokens,
     check_router,
+    check_scale,
     check_shared,
+    check_tensor,
     check_tokens,
     check_weights,
     refuse_gradient,
@@ -48,7 +48,6 @@ from moe.workspace import Workspace, total_bytes
 _WEIGHT_FIELDS = tuple(
     f.name for f in dataclasses.fields(ExpertWeights) if f.name != "first_expert"
 )
-_FORMAT = "nvfp4-megamoe/1"
 
 
 class MoE(nn.Module):
@@ -121,7 +120,9 @@ class MoE(nn.Module):
         self.parallel = parallel
         with contextlib.nullcontext() if parallel is None else parallel.call("construction"):
             check_weights(cfg, weights)
-            check_router(cfg, (router_weight, router_bias, selection_bias, tid2eid))
+            router = (router_weight, router_bias, selection_bias, tid2eid)
+            check_router(cfg, router, weights.device)
+            check_helpers(shared, workspace)
             self.cfg = cfg
             orders = (batch_invariant, deterministic, schedule)
             self.numerics = Numerics(activations, activation_scale, *orders)
@@ -136,7 +137,6 @@ class MoE(nn.Module):
         self.workspace, self._ones = workspace, kernels.Ones()
         self.first_expert = weights.first_expert
         self._keep(weights)
-        router = (router_weight, router_bias, selection_bias, tid2eid)
         for name, tensor in zip(ROUTER_FIELDS, router):
             self.register_buffer(name, None if tensor is None else tensor.detach())
 
@@ -185,19 +185,14 @@ class MoE(nn.Module):
         from the next call of this method on. Nothing waits for the device, a CUDA graph may hold
         the call.
         """
-        for name, scale in (("g13", g13), ("g2", g2), ("gh", gh)):
-            old = getattr(self, name)
-            if scale is old:  # an assignment to a module costs more than this
-                continue
-            shape = (self.g13.shape[0],) if old is None else tuple(old.shape)
-            if scale is not None and (tuple(scale.shape) != shape or scale.dtype != torch.float32):
-                raise ValueError(
-                    f"{name} must be float32 {shape}, got {tuple(scale.shape)} {scale.dtype}"
-                )
-            if scale is not None and not (
-                scale.is_contiguous() and scale.device == self.g13.device
-            ):
-                raise ValueError(f"{name} must be contiguous on {self.g13.device}")
+        given = {"g13": g13, "g2": g2, "gh": gh}
+        # an assignment to a module costs more than the comparison
+        new = {n: scale for n, scale in given.items() if scale is not getattr(self, n)}
+        for name, scale in new.items():  # all, before one is kept
+            if scale is not None or name != "gh":
+                shape = self.g13.shape if name == "g13" else self.g13.shape[:1]
+                check_scale(name, scale, tuple(shape), self.g13.device)
+        for name, scale in new.items():
             setattr(self, name, scale)
         if self.backend == "sm90":
             kernels_sm90.pack_alphas(self._buffers)
@@ -341,6 +336,8 @@ class MoE(nn.Module):
 
     def _check_ids(self, x: Tokens, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Routing of the caller for x (T, H) as (T, top_k), or an error that says what is wrong."""
+        check_tensor(ids, "topk_ids")
+        check_tensor(weights, "topk_weights")
         if min(ids.dim(), weights.dim()) < 2 or ids.shape != weights.shape:
             raise ValueError(
                 f"topk_ids and topk_weights must both be (T, {self.cfg.top_k}) or (B, S, "
@@ -524,16 +521,7 @@ class MoE(nn.Module):
         The shared expert is not part of the file. A user-written activation is stored by name only.
         """
         tensors = {k: v for k, v in self.state_dict().items() if not k.startswith("shared.")}
-        cfg = {f.name: getattr(self.cfg, f.name) for f in dataclasses.fields(MoEConfig)}
-        act = self.cfg.activation
-        cfg["activation"] = {"name": type(act).__name__, "fields": dataclasses.asdict(act)}
-        meta = {
-            "format": _FORMAT,
-            "config": json.dumps(cfg),
-            "numerics": json.dumps(dataclasses.asdict(self.numerics)),
-            "first_expert": str(self.first_expert),
-        }
-        save_file({k: v.contiguous() for k, v in tensors.items()}, str(path), metadata=meta)
+        packed_file.write(path, self.cfg, self.numerics, self.first_expert, tensors)
 
     @classmethod
     def load_packed(
@@ -550,45 +538,11 @@ class MoE(nn.Module):
         """Inverse of `save_packed`. ``activation`` is needed when the file names a user-written
         one.
 
-        Raises ValueError for another kind of file or an unknown activation.
+        Raises ValueError for another kind of file, an unknown activation or a damaged file.
         """
-        with safe_open(str(path), "pt", device=str(device)) as f:
-            meta = f.metadata() or {}
-            if meta.get("format") != _FORMAT:
-                raise ValueError(
-                    f"{path} is not a packed layer ({_FORMAT}): {meta.get('format')!r}"
-                )
-            names = f.keys()  # not a dict: it cannot be iterated itself
-            tensors = {name: f.get_tensor(name) for name in names}
-        fields = json.loads(meta["config"])
-        stored = fields.pop("activation")
-        if activation is None:
-            if stored["name"] not in BUILT_IN:
-                raise ValueError(
-                    f"{path} uses the activation {stored['name']}, which is not built in: pass "
-                    f"activation={stored['name']}(...)"
-                )
-            activation = BUILT_IN[stored["name"]](**stored["fields"])
-        elif type(activation).__name__ != stored["name"]:
-            raise ValueError(
-                f"{path} was saved with {stored['name']}, got {type(activation).__name__}"
-            )
-        for name in ("l1_scale", "l2_scale"):
-            tensors[name] = tensors[name].view(torch.float8_e4m3fn)
-        fields_of: dict[str, Any] = {n: tensors.get(n) for n in _WEIGHT_FIELDS}
-        weights = ExpertWeights(**fields_of, first_expert=int(meta["first_expert"]))
-        router: dict[str, Any] = {n: tensors.get(n) for n in ROUTER_FIELDS}
-        numerics: dict[str, Any] = json.loads(meta["numerics"])
-        return cls(
-            MoEConfig(**fields, activation=activation),
-            weights,
-            **router,
-            shared=shared,
-            backend=backend,
-            parallel=parallel,
-            workspace=workspace,
-            **numerics,
-        )
+        cfg, weights, options = packed_file.read(path, device, activation)
+        fixed: dict[str, Any] = {"shared": shared, "backend": backend, "workspace": workspace}
+        return cls(cfg, weights, parallel=parallel, **fixed, **options)
 
     def extra_repr(self) -> str:
         c = self.cfg

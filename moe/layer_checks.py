@@ -9,6 +9,7 @@ from moe import kernels
 from moe.config import MoEConfig
 from moe.experts import Numerics
 from moe.weights import ExpertWeights
+from moe.workspace import Workspace
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUTER_FIELDS = ("router_weight", "router_bias", "selection_bias", "tid2eid")
@@ -37,8 +38,16 @@ def check_backend(
         )
 
 
+def check_tensor(value: object, name: str) -> None:
+    """Refuses what only looks like a tensor: a list, an array, a sparse tensor."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        kind = value.layout if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a dense torch.Tensor, got {kind}")
+
+
 def check_tokens(x: Tensor, hidden: int, device: torch.device) -> None:
     """x of a call: (T, hidden) or (B, S, hidden) on ``device``."""
+    check_tensor(x, "x")
     if x.dtype not in X_DTYPES:
         raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
     if x.dim() < 2 or x.shape[-1] != hidden:
@@ -50,6 +59,7 @@ def check_tokens(x: Tensor, hidden: int, device: torch.device) -> None:
 
 def check_shared(shared: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Output of a shared expert for tokens (T, hidden) = ``shape``."""
+    check_tensor(shared, "shared")
     if tuple(shared.shape) != shape:
         raise ValueError(f"shared must be {shape}, got {tuple(shared.shape)}")
     if shared.dtype not in X_DTYPES:
@@ -68,12 +78,34 @@ def refuse_gradient(tensor: Tensor, name: str) -> None:
 
 
 def check_max_tokens(max_tokens: int) -> None:
+    if not isinstance(max_tokens, int):
+        raise TypeError(f"max_tokens must be an int, got {max_tokens!r}")
     if max_tokens < 0:
         raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
 
 
+def check_scale(
+    name: str, scale: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Global scales that replace those of a layer."""
+    check_tensor(scale, name)
+    assert scale is not None
+    if tuple(scale.shape) != shape or scale.dtype != torch.float32:
+        raise ValueError(f"{name} must be float32 {shape}, got {tuple(scale.shape)} {scale.dtype}")
+    if not scale.is_contiguous() or scale.device != device:
+        raise ValueError(
+            f"{name} must be contiguous on {device}, got strides {tuple(scale.stride())} on "
+            f"{scale.device}"
+        )
+
+
 def check_weights(cfg: MoEConfig, w: ExpertWeights) -> None:
     """Weights of a layer, all experts or a rank's."""
+    if not isinstance(cfg, MoEConfig) or not isinstance(w, ExpertWeights):
+        raise TypeError(
+            f"a layer needs a MoEConfig and ExpertWeights, got {type(cfg).__name__} and "
+            f"{type(w).__name__}"
+        )
     if (w.hidden, w.intermediate) != (cfg.hidden, cfg.intermediate):
         raise ValueError(
             f"weights have H={w.hidden}, I={w.intermediate}, the config says H={cfg.hidden}, "
@@ -92,8 +124,21 @@ def check_weights(cfg: MoEConfig, w: ExpertWeights) -> None:
         )
 
 
-def check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...]) -> None:
-    """``tensors``: one for each of `ROUTER_FIELDS`."""
+def check_helpers(shared: object, workspace: object) -> None:
+    """What a layer calls and what it takes scratch from."""
+    if shared is not None and not callable(shared):
+        raise TypeError(f"shared must be callable, got {shared!r}")
+    if not isinstance(workspace, Workspace | None):
+        raise TypeError(f"workspace must be a Workspace or None, got {workspace!r}")
+
+
+def check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...], device: torch.device) -> None:
+    """``tensors``: one for each of `ROUTER_FIELDS`, on the ``device`` of the weights."""
+    for name, tensor in zip(ROUTER_FIELDS, tensors):
+        if tensor is not None:
+            check_tensor(tensor, name)
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}")
     shapes = ((cfg.num_experts, cfg.hidden), (cfg.num_experts,), (cfg.num_experts,))
     for name, tensor, shape in zip(ROUTER_FIELDS, tensors, shapes):
         if tensor is not None and tuple(tensor.shape) != shape:

@@ -65,9 +65,17 @@ def make_plan(
     topk_ids, topk_weights  (T, K), global ids int32/int64. A slot whose id is negative, >=
                             num_experts, or not in first_expert : first_expert + num_local_experts
                             has no row here.
+
+    Raises TypeError or ValueError for other shapes, dtypes and devices, and for local experts that
+    are not all among num_experts.
     """
     check_routing(topk_ids, topk_weights)
     local = num_experts - first_expert if num_local_experts is None else num_local_experts
+    if first_expert < 0 or local < 0 or first_expert + local > num_experts:
+        raise ValueError(
+            f"local experts {first_expert} : {first_expert + local} are not all among the "
+            f"{num_experts} experts: their rows would be lost"
+        )
     rows = topk_ids.shape[0] * topk_ids.shape[1]
     plan = torch_ops.sort_routes(topk_ids, topk_weights, num_experts, first_expert, local, rows)
     return RoutingPlan(*plan)

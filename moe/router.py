@@ -78,7 +78,7 @@ def route(
     if logits.dim() != 2 or logits.shape[1] != cfg.num_experts:
         raise ValueError(f"logits must be (T, {cfg.num_experts}), got {tuple(logits.shape)}")
     if tid2eid is not None:
-        input_ids = check_input_ids(input_ids, logits.shape[0])
+        input_ids = check_input_ids(input_ids, logits)
     return select(logits, selection(cfg), selection_bias, tid2eid, input_ids)
 
 
@@ -96,14 +96,18 @@ def route_tokens(
     return ids, weights * cfg.routed_scaling_factor
 
 
-def check_input_ids(input_ids: Tensor | None, tokens: int) -> Tensor:
-    """Flat token ids of a layer that routes by them, or an error."""
+def check_input_ids(input_ids: Tensor | None, rows: Tensor) -> Tensor:
+    """Flat token ids of a layer that routes by them, one for each of ``rows``, or an error."""
     if input_ids is None:
         raise ValueError("this layer routes by token id (tid2eid): pass input_ids to forward")
-    if input_ids.numel() != tokens:
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids must be a tensor, got {type(input_ids).__name__}")
+    if input_ids.numel() != rows.shape[0]:
         raise ValueError(
-            f"input_ids must hold one id per token, got {input_ids.numel()} for {tokens}"
+            f"input_ids must hold one id per token, got {input_ids.numel()} for {rows.shape[0]}"
         )
+    if input_ids.device != rows.device:
+        raise ValueError(f"input_ids are on {input_ids.device}, the tokens on {rows.device}")
     if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise TypeError(f"input_ids must be integers, got {input_ids.dtype}")
     return input_ids.reshape(-1)
@@ -178,7 +182,7 @@ class RouterKernels:
         if tid2eid is None:
             input_ids = None
         else:
-            input_ids = check_input_ids(input_ids, x.shape[0])
+            input_ids = check_input_ids(input_ids, x)
             if input_ids.dtype not in router_ops.INTEGERS:
                 input_ids = input_ids.long()
         with kernels_on(x.device) if self.simulated else contextlib.nullcontext():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,6 +175,10 @@ class ExpertWeights:
         """
         _check_projections(gate, up, down)
         experts, inter, hidden = gate.shape
+        if biases is not None and len(biases) != 3:
+            raise ValueError(f"biases must be those of gate, up and down, got {len(biases)}")
+        _check_count("biases", biases or (), experts)
+        _check_count("gh", (gh,), experts)
         builder = ExpertWeightsBuilder(
             experts,
             hidden,
@@ -226,6 +231,11 @@ class ExpertWeights:
         """
         if order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
+        if not (isinstance(w13, Nvfp4Tensor) and isinstance(w2, Nvfp4Tensor)):
+            raise TypeError(
+                f"w13 and w2 must be Nvfp4Tensor, got {type(w13).__name__} and "
+                f"{type(w2).__name__}; from_bf16 takes plain tensors"
+            )
         if len(w13.shape) != 3 or len(w2.shape) != 3 or w13.shape[0] != w2.shape[0]:
             raise ValueError(f"w13 and w2 must be (E, rows, K), got {w13.shape} and {w2.shape}")
         experts, rows, hidden = w13.shape
@@ -237,6 +247,10 @@ class ExpertWeights:
             )
         gated = rows == 2 * inter
         split = _row_split(order, granularity, inter) if gated else [torch.arange(inter)]
+        if biases is not None and tuple(biases[0].shape) != (experts, rows):
+            raise ValueError(f"b13 must be ({experts}, {rows}), got {tuple(biases[0].shape)}")
+        _check_count("biases", biases or (), experts)
+        _check_count("h_scale", (h_scale,), experts)
         g13, g2 = _per_expert(w13, experts, len(split)), _per_expert(w2, experts, 1)
         builder = ExpertWeightsBuilder(
             experts, hidden, inter, gated=gated, first_expert=first_expert, device=w13.device
@@ -312,6 +326,9 @@ class ExpertWeightsBuilder:
         scalar global scales.
 
         Without a gate: ``gate`` is the only projection and ``up`` is None.
+
+        Raises ValueError, too, for a scale or a bias that is not finite, and for a block scale that
+        is no UE4M3 byte: they would spoil every token of the expert.
         """
         parts = [gate] if up is None else [gate, up]
         if len(parts) != self._g13.shape[1]:
@@ -328,6 +345,11 @@ class ExpertWeightsBuilder:
                     f"expert {e}: {name} must be {want} with one global scale, got {q.shape} with "
                     f"{tuple(q.global_scale.shape)}"
                 )
+            _check_values(f"expert {e}: {name}", q)
+        bias = self._bias_of(e, biases)
+        if h_scale is not None:
+            h_scale = torch.as_tensor(h_scale, dtype=torch.float32)
+            _check_positive(f"expert {e}: h_scale", h_scale)
         step = len(parts)
         scale13 = self._interleave([p.row_major_scale().view(torch.uint8) for p in parts])
         for i, part in enumerate(parts):
@@ -339,11 +361,24 @@ class ExpertWeightsBuilder:
             down.row_major_scale().view(torch.uint8).to(self._l2.device)
         )
         self._g2[e] = down.global_scale.reshape(())
-        self._gh[e] = None if h_scale is None else torch.as_tensor(h_scale, dtype=torch.float32)
-        if biases is not None:
-            b13 = [b for b in biases[:2] if b is not None]
-            self._bias[e] = (self._interleave(b13).float(), biases[2].float())
+        self._gh[e], self._bias[e] = h_scale, bias
         self._set[e] = True
+
+    def _bias_of(
+        self, e: int, biases: tuple[Tensor, Tensor | None, Tensor] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Biases of expert e as `finish` stacks them."""
+        if biases is None:
+            return None
+        gate, up, down = biases
+        parts = [gate] if up is None else [gate, up]
+        shapes = [tuple(b.shape) for b in (*parts, down)]
+        want = [(self.intermediate,)] * self._g13.shape[1] + [(self.hidden,)]
+        if shapes != want:
+            raise ValueError(f"expert {e}: biases must be {want}, got {shapes}")
+        if not all(bool(torch.isfinite(b).all()) for b in (*parts, down) if not b.is_meta):
+            raise ValueError(f"expert {e}: biases must be finite: one NaN or Inf spoils its tokens")
+        return self._interleave(parts).float(), down.float()
 
     @staticmethod
     def _interleave(parts: list[Tensor]) -> Tensor:
@@ -354,6 +389,9 @@ class ExpertWeightsBuilder:
         missing = [e for e, done in enumerate(self._set) if not done]
         if missing:
             raise ValueError(f"experts {missing} were never set")
+        if gx is not None:
+            gx = torch.as_tensor(gx, dtype=torch.float32)
+            _check_positive("gx", gx)
         gh = self._all_or_none("h_scale", self._gh)
         bias = self._all_or_none("biases", self._bias)
         device = self._l1.device
@@ -365,9 +403,7 @@ class ExpertWeightsBuilder:
             self._l2_scale.view(torch.float8_e4m3fn),
             self._g2,
             gh=None if gh is None else torch.stack([g.reshape(()) for g in gh]).to(device),
-            gx=None
-            if gx is None
-            else torch.as_tensor(gx, dtype=torch.float32).reshape(()).to(device),
+            gx=None if gx is None else gx.reshape(()).to(device),
             b13=None if bias is None else torch.stack([b[0] for b in bias]).to(device),
             b2=None if bias is None else torch.stack([b[1] for b in bias]).to(device),
             first_expert=self.first_expert,
@@ -389,6 +425,37 @@ class ExpertWeightsBuilder:
 def _swizzled_shape(experts: int, rows: int, k: int) -> tuple[int, int, int]:
     groups = k // nvfp4.BLOCK
     return experts, -(-rows // nvfp4.TILE_ROWS) * nvfp4.TILE_ROWS, -(-groups // 4) * 4
+
+
+def _check_positive(what: str, scale: Tensor) -> None:
+    """One outer scale."""
+    if scale.numel() != 1:
+        raise ValueError(f"{what} must be one number, got {tuple(scale.shape)}")
+    if not scale.is_meta and not 0 < float(scale) < math.inf:
+        raise ValueError(
+            f"{what} must be positive and finite, got {float(scale)}: products with it would be "
+            "zero or not finite"
+        )
+
+
+def _check_values(what: str, q: Nvfp4Tensor) -> None:
+    """Outer scale and block scales of one projection."""
+    _check_positive(f"global scale of {what}", q.global_scale)
+    if not q.scale.is_meta and bool(nvfp4.invalid_scales(q.row_major_scale()).any()):
+        raise ValueError(
+            f"{what} has a block scale that is NaN or negative: quantised from NaN, or bytes of "
+            "another format"
+        )
+
+
+def _check_count(name: str, tensors: tuple[Tensor | None, ...], experts: int) -> None:
+    """Every tensor has a first dimension of one entry per expert."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != experts):
+            raise ValueError(
+                f"{name} must have one entry for each of {experts} experts, got "
+                f"{tuple(tensor.shape)}"
+            )
 
 
 def _check_projections(gate: Tensor, up: Tensor | None, down: Tensor) -> None:
