@@ -261,15 +261,18 @@ def decode_tables(device: torch.device, dtype: torch.dtype) -> DecodeTables:
     return DecodeTables(values, every_byte.view(torch.float8_e4m3fn).to(dtype))
 
 
+_EXACT = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
 def decode(
     q: Nvfp4Tensor, dtype: torch.dtype = torch.float32, tables: DecodeTables | None = None
 ) -> Tensor:
-    """code * scale without the global scale, (..., rows, K): exact in float32, float64 and bfloat16
-    (every product of an E2M1 and a UE4M3 value has at most 6 significant bits). ``tables``: those
-    of ``dtype``. Raises TypeError for another dtype, which would round or overflow.
+    """code * scale without the global scale, (..., rows, K), in float64, float32, float16 or
+    bfloat16: exact in each (a product of an E2M1 and a UE4M3 value has at most 6 significant bits
+    and is 2^-10 to 2688). ``tables``: those of ``dtype``. Raises TypeError for another dtype.
     """
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise TypeError(f"dtype must be float32, float64 or bfloat16, got {dtype}")
+    if dtype not in _EXACT:
+        raise TypeError(f"dtype must be one of {_EXACT}, got {dtype}")
     tables = decode_tables(q.device, dtype) if tables is None else tables
     values = _lookup(tables.values, q.data).view(dtype)  # one gather per byte
     scales = _lookup(tables.scales, q.row_major_scale())

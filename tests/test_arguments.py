@@ -145,9 +145,8 @@ def test_quantised_tensors_that_nobody_can_read() -> None:
     with pytest.raises(ValueError, match="K must be a multiple of 16"):
         empty = torch.zeros(3, 0, dtype=torch.uint8)
         Nvfp4Tensor(torch.zeros(3, 4, dtype=torch.uint8), empty, torch.ones(()))
-    for dtype in (torch.float16, torch.int32):
-        with pytest.raises(TypeError, match="dtype must be float32, float64 or bfloat16"):
-            nvfp4.decode(q, dtype)
+    with pytest.raises(TypeError, match="dtype must be one of"):
+        nvfp4.decode(q, torch.int32)
     for wrong in (torch.zeros(4, 4), torch.zeros(4, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="of one byte each"):
             nvfp4.swizzle(wrong)
