@@ -77,3 +77,27 @@ def test_the_bits_of_one_gpu(shape: str, tmp_path: Path) -> None:
     job = (compare, shape)
     results = values(run_ranks(gpus(), *job, path=tmp_path, timeout=100.0, backend="nccl"))
     assert results == [[]] * gpus()
+
+
+def launches(rank: int, size: int) -> list[str]:
+    """What the GPU does in one call with places."""
+    cfg = MoEConfig(2048, 1024, 30, 6, activation=SwiGLU(limit=10.0))
+    parallel = ExpertParallel(None, cfg.num_experts, mode=MODES["places"])
+    share = parallel.local(random_weights(cfg, (0, cfg.num_experts), torch.device("cuda", rank)))
+    layer = MoE(cfg, share, backend="sm90", parallel=parallel)
+    given = tokens(cfg, "uniform", rank, size)
+    layer.experts(*given)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer.experts(*given)
+        torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    return [e.name for e in profile.events() if e.device_type == device]
+
+
+def test_a_call_is_few_launches(tmp_path: Path) -> None:
+    """Another launch needs a reason, and a new number here: kernels, copies and fills."""
+    for names in values(run_ranks(gpus(), launches, path=tmp_path, timeout=100.0, backend="nccl")):
+        for part in ("book_places", "send_rows", "stage_received", "leave_rows", "combine"):
+            assert sum(name.startswith(part) for name in names) == 1, names
+        assert len(names) <= 12, names
