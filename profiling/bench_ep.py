@@ -14,11 +14,13 @@ of tokens a rank and every skew, over calls with other tokens each:
     host               what the call, or the replay of its graph, takes the host
     one GPU            the tokens of all ranks on one GPU alone that holds every expert
 
-Medians over the calls. On GPUs ranks start together (a collective, then a delay in which the hosts
-catch up), and modes that wait for nothing are replayed from a CUDA graph with its events inside:
-"places", "parts" (the same, and one half travels while the other is computed), "summed" ("places"
-with pre_reduce) and "replicated", where each rank has the tokens of all. "counts" cannot be
-captured: its times contain those of its host. On CPUs all is wall clock. "skew" is the busiest
+Medians over the calls. On GPUs layer and host are those of a call without marks in time inside,
+which keep kernels apart and take microseconds each; the phases are those of the same call with
+marks, so that their sum is more than the layer for few tokens. Ranks start together (a collective,
+then a delay in which the hosts catch up), and modes that wait for nothing are replayed from a CUDA
+graph: "places", "parts" (the same, and one half travels while the other is computed), "summed"
+("places" with pre_reduce) and "replicated", where each rank has the tokens of all. "counts" cannot
+be captured: its times contain those of its host. On CPUs all is wall clock. "skew" is the busiest
 rank's share of the slots over the average share; a skew that so many ranks cannot have is left out.
 "bytes" is what all ranks really sent to others, dispatch and return; the program fails if the
 formulas of `ExpertParallel` say otherwise.
@@ -128,27 +130,30 @@ class Clock:
 
 
 class TimedParallel(ExpertParallel):
-    """Marks every phase of a call between `begin` and `times`."""
+    """Marks every phase of a call between `begin` with a clock and `times`."""
 
-    def begin(self, clock: Clock) -> None:
+    def begin(self, clock: Clock | None) -> None:
+        """Of a call that is marked; None: of one that is not."""
         self._clock = clock
-        self._marks: list[tuple[str, Any, Any]] = []
+        if clock is not None:
+            self._marks: list[tuple[str, Any, Any]] = []
 
     def times(self) -> dict[str, float]:
         """Microseconds by column, of the latest call or replay."""
         out = dict.fromkeys(PHASES, 0.0)
+        assert self._clock is not None
         for name, a, b in self._marks:
             out[GROUPS[name]] += self._clock.between(a, b)
         return out
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        marks = getattr(self, "_marks", None)
-        begin = None if marks is None else self._clock.mark()
+        clock = getattr(self, "_clock", None)
+        begin = None if clock is None else clock.mark()
         with super().phase(name):
             yield
-        if marks is not None and name in GROUPS:
-            marks.append((name, begin, self._clock.mark()))
+        if clock is not None and name in GROUPS:
+            self._marks.append((name, begin, clock.mark()))
 
 
 Given = tuple[Tensor, Tensor, Tensor]  # x, ids, weights
@@ -159,13 +164,15 @@ class Runner:
 
     def __init__(self, layer: MoE, given: Given, clock: Clock, captured: bool) -> None:
         self.layer, self.given, self.clock = layer, given, clock
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._captured = captured and given[0].is_cuda
+        over_ranks = isinstance(layer.parallel, TimedParallel)
+        self.kinds: tuple[Clock | None, ...] = (None,)  # of calls: without marks inside, with them
+        if over_ranks:
+            self.kinds = (None, clock) if given[0].is_cuda else (clock,)
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
         for _ in range(WARMUPS):
             layer.experts(*given)
         clock.wait()
-        self._begin: Any = None
-        self._end: Any = None
 
     @property
     def how(self) -> str:
@@ -175,35 +182,41 @@ class Runner:
         """Microseconds: layer, host, and the phases where the layer is spread over ranks."""
         for target, source in zip(self.given, given):
             target.copy_(source)
-        if self._captured and self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._call()
-            self._graph = graph
-            self._replay(together)  # the first replay uploads the graph
-        host = self._replay(together)
-        self.clock.wait()
-        times = {"layer": self.clock.between(self._begin, self._end), "host": host}
+        times: dict[str, float] = {}
+        for marks in self.kinds:
+            layer, host = self._time(marks, together)
+            times = times or {"layer": layer, "host": host}
         parallel = self.layer.parallel
         return times | (parallel.times() if isinstance(parallel, TimedParallel) else {})
 
-    def _replay(self, together: bool) -> float:
+    def _time(self, marks: Clock | None, together: bool) -> tuple[float, float]:
+        """Microseconds of one call: on the device, and of the host."""
+        key = marks is not None
+        if self._captured and key not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                ends = self._call(marks)
+            self._graphs[key] = (graph, *ends)
+            graph.replay()  # the first replay uploads the graph
         self.clock.wait()
         if together:
             self.clock.start_together()
         start = time.perf_counter()
-        if self._graph is None:
-            self._call()
+        if self._captured:
+            graph, *ends = self._graphs[key]
+            graph.replay()
         else:
-            self._graph.replay()
-        return (time.perf_counter() - start) * 1e6
+            ends = self._call(marks)
+        host = (time.perf_counter() - start) * 1e6
+        self.clock.wait()
+        return self.clock.between(*ends), host
 
-    def _call(self) -> None:
+    def _call(self, marks: Clock | None) -> tuple[Any, Any]:
         if isinstance(self.layer.parallel, TimedParallel):
-            self.layer.parallel.begin(self.clock)
-        self._begin = self.clock.mark()
+            self.layer.parallel.begin(marks)
+        begin = self.clock.mark()
         self.layer.experts(*self.given)
-        self._end = self.clock.mark()
+        return begin, self.clock.mark()
 
 
 def random_weights(cfg: MoEConfig, experts: tuple[int, int], device: torch.device) -> ExpertWeights:
@@ -356,7 +369,7 @@ class Bench:
         for given in mine:
             before = sum(parallel.bytes_sent.values())
             times = runner.run(given)
-            sent = sum(parallel.bytes_sent.values()) - before
+            sent = (sum(parallel.bytes_sent.values()) - before) / len(runner.kinds)
             samples.append(times | {"bytes": float(sent)})
         parallel.check()  # a token that was left out would make the call cheaper
         alone = self.alone(setting, routings)

@@ -107,7 +107,9 @@ def source_of(trip: Trip, form: str, device: torch.device | str = "cpu") -> Sour
         parts: list[Any] = [q.data, q.scale.view(torch.uint8), gx, None]
     else:
         outer = torch.tensor([0.0123]) if "given" in how else None
-        parts = [x, None, outer, torch.rand(trip.tokens) if "weighted" in how else None]
+        g = torch.Generator().manual_seed(trip.tokens)
+        weight = torch.rand(trip.tokens, generator=g) if "weighted" in how else None
+        parts = [x, None, outer, weight]
     return Source(*(None if p is None else p.to(device) for p in parts))
 
 

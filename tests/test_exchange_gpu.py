@@ -104,16 +104,17 @@ def test_leave_rows(hidden: int, ranks: int, each: int, close: bool) -> None:
     places = int(here.sum()) if close else ranks * room
     want = torch.full((places, hidden), -7.0).bfloat16()
     got = want.to(CUDA)
-    by = Senders(ranks, each, room)
-    exchange_ops.leave_rows(o, token_rows, first, by, want)
+    by = there = Senders(ranks, each, room)
     if close:
         wide = torch.zeros((ranks, 5), dtype=torch.int64, device=CUDA)
         wide[:, 2:4] = needed.to(CUDA)
-        by = Senders(ranks, needed=wide[:, 2:4])
+        by, there = Senders(ranks, needed=needed), Senders(ranks, needed=wide[:, 2:4])
+    exchange_ops.leave_rows(o, token_rows, first, by, want)
+    given = (o.to(CUDA), token_rows.to(CUDA), views(rows.to(CUDA), wire).first)
+    exchange_ops.leave_rows(*given, there, got)
+    if close:
         flat = token_rows.reshape(-1)
-        want = o[flat[flat >= 0].long()]
-    there = (o.to(CUDA), token_rows.to(CUDA), views(rows.to(CUDA), wire).first)
-    exchange_ops.leave_rows(*there, by, got)
+        assert_same(want, o[flat[flat >= 0].long()], "rows in the order of slots")
     used = torch.ones(places, dtype=torch.bool)
     if not close:
         used = torch.cat([torch.arange(room) < n for n in here.sum(dim=1)])
