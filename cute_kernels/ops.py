@@ -150,7 +150,8 @@ def sort_routes(
                   apart, as on the wire between ranks: a kernel of its own reads them there
     topk_weights  (T, K) floating point
     pad_rows      further entries of row_token and row_weight, for loads past the last routed row
-    counter       int32 (1,), set to 0: the counter of `gemm_ops.WorkItems`
+    counter       int32 (1,) or (2,), set to 0: that of `gemm_ops.WorkItems`, or those of
+                  `sm90_ops.Sums`
 
     Returns expert_offsets int32 (E+1,); row_token int32 and row_weight fp32 (T*K + pad_rows,), -1
     and 0 past the last routed row; token_rows int32 (T, K), -1 where a slot has no row.
@@ -322,7 +323,7 @@ def _check_sort(
 def _check_sort_out(ids: Tensor, weights: Tensor, num_experts: int, first: int, *rest: Any) -> None:
     *out, counter, counts = rest
     if counter is not None:
-        check_vector(counter, "counter", torch.int32, 1, ids.device)
+        check_vector(counter, "counter", torch.int32, min(counter.numel(), 2) or 1, ids.device)
     local, pad = out[0].shape[0] - 1, out[1].shape[0] - ids.numel()
     _check_sort(ids, weights, num_experts, first, local, pad)
     tokens, slots = ids.shape
@@ -478,7 +479,8 @@ def _sort_routes_kernel(
     if spread:
         count = (_count_routes, local, ids.dtype, *((slots, True) if apart else ()))
         launch(count, device, ids, pitch, counts, pairs, ctas, first, num_experts)
-    kernel = (_sort_routes_of, local, ids.dtype, slots, apart, spread, counter is not None)
+    counters = 0 if counter is None else counter.numel()
+    kernel = (_sort_routes_of, local, ids.dtype, slots, apart, spread, counters)
     inputs = (ids, weights, counts if spread else None, first, num_experts, pitch)
     launch(kernel, device, *inputs, *out[:5], pairs, rows, ctas)
 
@@ -542,9 +544,9 @@ def _permute_kernel(
 
 
 def _plain_sort(ids: Tensor, weights: Tensor, experts: int, first: int, *out: Tensor) -> Any:
-    local, rows = out[0].shape[0] - 1, out[1].shape[0]
-    zero = torch.zeros(1, dtype=torch.int32, device=ids.device)  # of the counter
-    return (*torch_ops.sort_routes(ids, weights, experts, first, local, rows), zero)
+    local, rows, counter = out[0].shape[0] - 1, out[1].shape[0], out[4]
+    zeros = torch.zeros(1 if counter is None else counter.numel(), dtype=torch.int32)
+    return (*torch_ops.sort_routes(ids, weights, experts, first, local, rows), zeros.to(ids.device))
 
 
 def _plain_combine(rows: Tensor, token_rows: Tensor, *rest: Any) -> Any:

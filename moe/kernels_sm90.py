@@ -33,6 +33,7 @@ from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 CANONICAL = ("l1_data", "l1_scale", "l2_data", "l2_scale")  # what the packed weights replace
+COUNTERS = 2  # words that a GEMM finds at zero and leaves so (`sm90_ops.gemm_scratch`)
 PACKED = ("l1_packed", "l1_alpha", "l2_packed", "l2_alpha", "b13_packed")
 
 
@@ -291,7 +292,9 @@ def run_sm90(
     with stage("moe.route"):
         local = (experts.first_expert, experts.num_experts)
         ids = topk_ids.contiguous()  # another kernel reads ids apart: a warm-up knows of none
-        plan = RoutingPlan(*ops.sort_routes(ids, mix, cfg.num_experts, *local))
+        counters = scratch.sums.counters
+        rows = ops.sort_routes(ids, mix, cfg.num_experts, *local, counter=counters)
+        plan = RoutingPlan(*rows, counters)
     gathered = None  # rows of x that L1 reads by itself
     with stage("moe.quantize"):
         if isinstance(x, Nvfp4Tensor):
@@ -362,7 +365,10 @@ def _expert_rows(
 ) -> Tensor:
     """Staged rows, or ``tokens`` bf16 (T, H) -> o (R, H) bf16, in the memory of x_rows."""
     offsets, sums, h_rows = plan.expert_offsets, scratch.sums, scratch.h_rows
-    sums.counters.zero_()
+    if plan.counter is not None:  # the sort has set it, without a kernel of its own
+        sums = sums._replace(counters=plan.counter)
+    else:
+        sums.counters.zero_()
     static = experts.gh if scratch.gx is not None and scratch.h is None else None
     with stage("moe.l1"):
         sm90_ops.grouped_gemm(

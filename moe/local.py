@@ -139,9 +139,11 @@ class LocalExperts:
         experts = (self.cfg.num_experts, w.first_expert, w.num_experts)
         if not (self.on_kernels and w.num_experts and ids.numel()):
             return make_plan(ids, weights, *experts)
-        counter = None
-        if self.numerics.schedule == "dynamic":
-            counter = torch.empty(1, dtype=torch.int32, device=ids.device)
+        counter, counters = None, int(self.numerics.schedule == "dynamic")
+        if isinstance(w, PackedExperts):
+            counters = kernels_sm90.COUNTERS
+        if counters:
+            counter = torch.empty(counters, dtype=torch.int32, device=ids.device)
         with self.kernels_on(ids.device):
             rows = ops.sort_routes(ids, weights, *experts, counter=counter)
         return RoutingPlan(*rows, counter)

@@ -20,7 +20,8 @@ class RoutingPlan:
     row_token       int32 (R,): token of each row; -1 past expert_offsets[E]
     row_weight      float32 (R,): its top-k weight; 0 past expert_offsets[E]
     token_rows      int32 (T, K): row of each (token, slot); -1 when the slot is not computed here
-    counter         int32 (1,) that holds 0, for GEMMs with a dynamic schedule; None: a static one
+    counter         int32 zeros for the GEMMs that follow: (1,) for a dynamic schedule on SM100,
+                    (2,) on SM90; None: a static schedule, or what the GEMMs set themselves
 
     Two tokens, two slots, three local experts; token 1 has an empty slot:
 

@@ -29,32 +29,36 @@ needs_simulator = pytest.mark.skipif(
 PROBLEM = Problem((66, 0, 3), n=288, k=64)
 
 
-def counter_of(value: int) -> Tensor:
-    return torch.full((1,), value, dtype=torch.int32)
+def counter_of(value: int, words: int = 1) -> Tensor:
+    return torch.full((words,), value, dtype=torch.int32)
 
 
 # ---- sort_routes
 
 
+@pytest.mark.parametrize("words", [1, 2])
 @pytest.mark.parametrize("tokens", [0, 45])
-def test_plain_sort_sets_the_counter(tokens: int) -> None:
-    counter = counter_of(7)
+def test_plain_sort_sets_the_counter(tokens: int, words: int) -> None:
+    counter = counter_of(7, words)
     case = Case(tokens, top_k=3)
     ops.sort_routes(*case.routes(), case.all_experts, counter=counter)
-    assert counter.item() == 0
+    assert not counter.any()
 
 
 @needs_simulator
+@pytest.mark.parametrize("words", [1, 2])
 @pytest.mark.parametrize("ctas", [1, 3])
-def test_the_sort_kernel_sets_the_counter(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sort_kernel_sets_the_counter(
+    ctas: int, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(45, experts=5, top_k=3, routing="holes", first=2)
     monkeypatch.setattr(ops, "ONE_CTA_PAIRS", 135 if ctas == 1 else 45)
-    around = torch.full((3,), 7, dtype=torch.int32)
+    around = counter_of(7, words + 2)
     args = (*case.routes(), case.all_experts, case.first, case.experts, 7)
     with sim.Simulator(seed=ctas, schedule="random") as s:
-        got = poisoned(ops.sort_routes, *args, counter=around[1:2])
+        got = poisoned(ops.sort_routes, *args, counter=around[1:-1])
     assert s.launches
-    assert around.tolist() == [7, 0, 7]
+    assert around.tolist() == [7, *[0] * words, 7]
     for g, w in zip(got, plan(case, 7)):
         assert_same(g, w, "routes")
 
@@ -70,21 +74,22 @@ def test_a_sort_without_tokens_sets_the_counter_too() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("words", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 45, 3000])
-def test_the_sort_kernel_sets_the_counter_on_a_gpu(tokens: int) -> None:
+def test_the_sort_kernel_sets_the_counter_on_a_gpu(tokens: int, words: int) -> None:
     """Whenever a CUDA graph runs it, and one CTA of several does it alone."""
     case = Case(tokens, experts=5, top_k=3, routing="holes", first=2)
     ids, weights = (t.cuda() for t in case.routes())
     sizes = (case.all_experts, case.first, case.experts, 7)
-    around = torch.full((3,), 7, dtype=torch.int32, device="cuda")
-    ops.sort_routes(ids, weights, *sizes, counter=around[1:2])  # compiles
+    around = counter_of(7, words + 2).cuda()
+    ops.sort_routes(ids, weights, *sizes, counter=around[1:-1])  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = ops.sort_routes(ids, weights, *sizes, counter=around[1:2])
+        got = ops.sort_routes(ids, weights, *sizes, counter=around[1:-1])
     for _ in range(2):
         around.fill_(7)
         graph.replay()
-        assert around.tolist() == [7, 0, 7]
+        assert around.tolist() == [7, *[0] * words, 7]
         for g, w in zip(got, plan(case, 7)):
             assert_same(g, w, "routes")
 
@@ -119,14 +124,16 @@ def test_gemms_give_the_bits_of_the_static_schedule() -> None:
 
 @pytest.mark.parametrize(
     "counter",
-    [torch.zeros(1), counter_of(0)[0], torch.zeros(2, dtype=torch.int32),
+    [torch.zeros(1), counter_of(0)[0], counter_of(0, 3),
      torch.zeros(1, dtype=torch.int32, device="meta")],
-    ids=["dtype", "scalar", "two", "device"],
+    ids=["dtype", "scalar", "three", "device"],
 )  # fmt: skip
 def test_other_counters_are_refused(counter: Tensor) -> None:
     data = Inputs(PROBLEM)
     with pytest.raises((TypeError, ValueError), match="counter"):
         gemms(data, WorkItems(data.offsets, counter))
+    with pytest.raises((TypeError, ValueError), match="counter"):
+        gemms(data, WorkItems(data.offsets, counter_of(0, 2)))  # what SM90 has
     with pytest.raises((TypeError, ValueError), match="counter"):
         ops.sort_routes(torch.zeros(2, 1).int(), torch.zeros(2, 1), 4, counter=counter)
 

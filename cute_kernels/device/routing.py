@@ -158,8 +158,8 @@ class CountRoutes(Routes):
 
 @dataclasses.dataclass(frozen=True)
 class SortRoutes(Routes):
-    """spread  several CTAs, whose counts `CountRoutes` left in ``counts``
-    counted a work counter, int32 (1,), is set to 0 for the kernels that follow
+    """spread    several CTAs, whose counts `CountRoutes` left in ``counts``
+    counters  so many int32 words are set to 0: work counters of the kernels that follow
 
     topk_ids (T, K) global ids; weights fp32 (T, K); counts int32 (ctas, E); pairs = T * K;
     first_expert: global id of local expert 0; global_experts: ids at and past it are ignored, like
@@ -169,11 +169,12 @@ class SortRoutes(Routes):
     """
 
     spread: bool = False
-    counted: bool = False
+    counters: int = 0
 
     @property
     def name(self) -> str:
-        chosen = {"_spread": self.spread, "_counter": self.counted, "_apart": self.apart}
+        counter = "_counter" if self.counters == 1 else f"_counters{self.counters}"
+        chosen = {"_spread": self.spread, counter: self.counters > 0, "_apart": self.apart}
         flags = "".join(flag for flag, on in chosen.items() if on)
         return f"sort_routes_e{self.num_experts}_k{self.top_k}_{self.ids.lower()}{flags}"
 
@@ -181,7 +182,7 @@ class SortRoutes(Routes):
     def arguments(self) -> tuple:
         i32, f32 = Ptr("Int32", 4), Ptr("Float32", 4)
         inputs = (self.ids_argument, f32, i32 if self.spread else None, "i32", "i32", "i32")
-        outputs = (i32, i32, f32, i32, i32 if self.counted else None)
+        outputs = (i32, i32, f32, i32, i32 if self.counters else None)
         return (inputs, outputs, "i32", "i32", "i32")
 
     @cute.jit
@@ -218,9 +219,9 @@ class SortRoutes(Routes):
         for i in cutlass.range(total + cta * self.threads + tid, rows, ctas * self.threads):
             ptx.store_u32(row_token.toint() + Int64(i) * 4, Int32(-1))
             ptx.store_f32(row_weight.toint() + Int64(i) * 4, cutlass.Float32(0.0))
-        if cutlass.const_expr(self.counted):  # noqa: SIM102 (one is compile-time)
-            if cta == 0 and tid == 0:
-                ptx.store_u32(counter.toint(), Int32(0))
+        if cutlass.const_expr(self.counters > 0):  # noqa: SIM102 (one is compile-time)
+            if cta == 0 and tid < self.counters:
+                ptx.store_u32(counter.toint() + tid * 4, Int32(0))
         ptx.allow_next_kernel()
 
     @cute.jit
