@@ -188,10 +188,15 @@ def launch(kernel: Any, device: torch.device, *values: float | Tensor | None) ->
     if on_cpu:
         launcher(*numbers, 0)
     elif device.index in (None, torch.cuda.current_device()):
-        launcher(*numbers, torch.cuda.current_stream().cuda_stream)
+        launcher(*numbers, _stream())
     else:
         with torch.cuda.device(device):
-            launcher(*numbers, torch.cuda.current_stream().cuda_stream)
+            launcher(*numbers, _stream())
+
+
+def _stream() -> int:
+    """The current stream of the current device, without a Python object for it."""
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
 
 
 # ---- registration

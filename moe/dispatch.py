@@ -30,6 +30,8 @@ from moe.reference import Tokens, output_dtype
 from moe.weights import ExpertWeights
 from moe.workspace import Buffer, Workspace, allocate, total_bytes
 
+_LARGE = 2**26  # bytes of scratch from which on calls share the sizes of their memory
+
 
 def join(parallel: ExpertParallel, local: LocalExperts) -> int:
     """Agree with the other ranks on one layer: its number in ``parallel``. Collective.
@@ -210,9 +212,20 @@ class ExchangeCall:
         ]
 
     def _scratch(self, parts: Sequence[Sizes], device: torch.device) -> list[list[Tensor]]:
-        flat = allocate(self.buffers(parts), device, self.workspace)
+        buffers = self.buffers(parts)
+        memory = self.workspace or self._block(total_bytes(buffers), device)
+        flat = allocate(buffers, device, memory)
         each = len(flat) // len(parts)
         return [flat[i : i + each] for i in range(0, len(flat), each)]
+
+    def _block(self, nbytes: int, device: torch.device) -> Workspace | None:
+        """Memory for one call whose sizes follow the routing, or None: buffer by buffer. Buffers
+        of a little more rows than ever before would be asked of the driver, each of them and with
+        a wait for the device; blocks of few sizes are found again in torch's cache."""
+        if self.mode.capacity is not None or nbytes < _LARGE:
+            return None
+        step = 1 << (nbytes.bit_length() - 4)
+        return Workspace(-(-nbytes // step) * step, device)
 
     def _room(self, capacity: Capacity) -> tuple[int, int]:
         """Tokens and rows of one part for each pair of ranks."""

@@ -112,6 +112,27 @@ def planned(parallel_size: int, tokens: int, mode: Exchange) -> int:
     return total_bytes(call.buffers([call.worst(tokens)]))
 
 
+def test_large_calls_share_few_sizes_of_memory() -> None:
+    """Without a capacity, and without a workspace; an eighth more at most."""
+    local = dispatch.LocalExperts(*small_local(), Numerics(), "reference")
+    fake = ExpertParallel.__new__(ExpertParallel)
+    call = dispatch.ExchangeCall(fake, 1, local, Exchange())
+    cpu = torch.device("cpu")
+    assert call._block(dispatch._LARGE - 1, cpu) is None
+    fixed = dispatch.ExchangeCall(fake, 1, local, Exchange(capacity=Capacity(4)))
+    assert fixed._block(2**27, cpu) is None
+    sizes = set()
+    for nbytes in range(dispatch._LARGE, 2 * dispatch._LARGE, 2**20 + 13):
+        block = call._block(nbytes, cpu)
+        assert block is not None and nbytes <= block.nbytes <= 1.125 * nbytes
+        sizes.add(block.nbytes)
+    assert len(sizes) == 9
+
+
+def small_local() -> tuple[MoEConfig, ExpertWeights]:
+    return MoEConfig(64, 64, 4, 2), unit_layer(64, 64, 4, 2).weights
+
+
 def test_h37_bytes_follow_the_formula_and_grow_with_the_ranks() -> None:
     """1024 tokens a rank, top 6, H 7168: sent rows min(6, W) T, received W T, computed 6 W T,
     returned 6 T; nothing multiplies by the ranks twice."""
