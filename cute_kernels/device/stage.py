@@ -186,19 +186,32 @@ def magnitude_bits(values) -> Uint32:
     return tree(cutlass.max, [v.bitcast(Uint32) & 0x7FFFFFFF for v in values])
 
 
-def round_values(values, amax_bits, g, c):
-    """Values of one block -> those that NVFP4 has, without g: fp32, exact in bf16.
+def scale_byte(amax: Float32, c: Float32) -> Uint32:
+    """UE4M3 scale of a block with that amax; ``c`` as `rounding_of` gives it. NaN: 0x7F."""
+    clamped = cute.arch.fmax(ptx.mul(amax, c), Float32(2.0**-9), nan=True)
+    return ptx.encode_e4m3(cute.arch.fmin(clamped, Float32(448.0), nan=True))
 
-    ``values`` may be a part of the block; ``amax_bits`` is `magnitude_bits` of all of it, ``g`` and
-    ``c`` are `rounding_of`.
-    """
-    raw = ptx.mul(amax_bits.bitcast(Float32), c)
-    clamped = cute.arch.fmax(raw, Float32(2.0**-9), nan=True)
-    byte = ptx.encode_e4m3(cute.arch.fmin(clamped, Float32(448.0), nan=True))
+
+def block_factors(byte: Uint32, g: Float32) -> tuple[Float32, Float32]:
+    """(what its elements are multiplied with before they are rounded, and after) of a block with
+    that scale; the second is NaN for 0x7F."""
     scale = ptx.decode_ue4m3(byte)
     r = Float32(1.0) / ptx.mul(scale, g)
-    scale = ptx.select(byte == UE4M3_NAN, Uint32(_NAN), scale.bitcast(Uint32)).bitcast(Float32)
-    return [ptx.mul(round_e2m1(ptx.mul(v, r)), scale) for v in values]
+    nan = ptx.select(byte == UE4M3_NAN, Uint32(_NAN), scale.bitcast(Uint32))
+    return r, nan.bitcast(Float32)
+
+
+def round_elements(values, factors):
+    """Values of one block, or some of them -> those that NVFP4 has, without g: fp32, exact in bf16.
+    ``factors`` as `block_factors` gives them."""
+    before, after = factors
+    return [ptx.mul(round_e2m1(ptx.mul(v, before)), after) for v in values]
+
+
+def round_values(values, amax_bits, g, c):
+    """`round_elements` of values of a block of which ``amax_bits`` are the `magnitude_bits`."""
+    byte = scale_byte(amax_bits.bitcast(Float32), c)
+    return round_elements(values, block_factors(byte, g))
 
 
 def swap_halves(block, tid):

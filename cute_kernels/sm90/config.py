@@ -63,6 +63,11 @@ class Sm90Config:
             raise ValueError(
                 f"box_rows {self.box_rows} must divide {self.max_tokens} and be a multiple of 8"
             )
+        if not self.split_k and self.epilogue_tokens < 16 * self.blocks64:
+            raise ValueError(
+                f"epilogue_tokens {self.epilogue_tokens} hold no eight tokens of {self.blocks64} x "
+                "64 features in fp32"
+            )
         limit = min(SMEM_LIMIT, SMEM_SM // self.ctas_per_sm - 1024)
         if self.smem_bytes > limit:
             raise ValueError(
@@ -115,9 +120,14 @@ class Sm90Config:
         return min(left // self.warpgroups // 8 * 8, 240)
 
     @property
+    def staging_bytes(self) -> int:
+        """A warpgroup's for the end of a tile: rows, and factors of 128 block scales."""
+        return self.epilogue_tokens * 128 + 1024
+
+    @property
     def smem_bytes(self) -> int:
         stages = self.num_stages * (self.weight_stage_bytes + self.row_stage_bytes + 16)
-        staging = 0 if self.split_k else self.warpgroups * self.epilogue_tokens * 128
+        staging = 0 if self.split_k else self.warpgroups * self.staging_bytes
         return stages + staging + 1024 + 512
 
 
@@ -131,7 +141,7 @@ TRIO = Sm90Config(
 )
 DUO = Sm90Config(
     "duo", 1, tuple(range(16, 161, 16)), 1, 4, 2,
-    warpgroups=1, burst=4, epilogue_tokens=64, box_rows=16,
+    warpgroups=1, burst=4, epilogue_tokens=96, box_rows=16,
 )  # fmt: skip
 PREFILL = Sm90Config("prefill", 1, tuple(range(16, 257, 16)), 1, 5, 1, burst=4, box_rows=32)
 

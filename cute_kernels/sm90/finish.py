@@ -20,7 +20,15 @@ from cute_kernels.device.ptx import (
     store_u32x4,
     wait_for_previous_kernel,
 )
-from cute_kernels.device.stage import magnitude_bits, pack_pairs, round_values, swap_halves
+from cute_kernels.device.quantize import tree
+from cute_kernels.device.stage import (
+    block_factors,
+    magnitude_bits,
+    pack_pairs,
+    round_elements,
+    round_values,
+    scale_byte,
+)
 from cute_kernels.sm90 import layout
 from cute_kernels.sm90.config import Sm90Config
 from cute_kernels.sm90.epilogues import StoreRows
@@ -38,7 +46,7 @@ def whole_k_finish(epilogue: StoreRows, config: Sm90Config) -> Any:
     """Where accumulators hold the sum over all of K."""
     if epilogue.rounded:
         return RoundedFinish(epilogue, config)
-    return (WideFinish if epilogue.dtype == "Float32" else DirectFinish)(epilogue, config)
+    return (StagedFinish if epilogue.dtype == "Float32" else DirectFinish)(epilogue, config)
 
 
 def first_row(config: Sm90Config, tile: Any, block: int, warpgroup: Int32) -> Int32:
@@ -68,7 +76,7 @@ class OutRows(NamedTuple):
     """Where a warpgroup's 64 weight rows of a tile go.
 
     out, features  base and width of the output
-    column         first feature of the warpgroup
+    column         first feature of the warpgroup (of its first 64 weight rows)
     tile           `scheduler.Tile`
     rounding       `StoreRows.rounding`
     """
@@ -79,9 +87,9 @@ class OutRows(NamedTuple):
     tile: Any
     rounding: Any
 
-    def address(self, token: int, column: Int32) -> Int64:
-        """Of a bf16 feature of a token of the tile."""
-        return self.out.toint() + (Int64(self.tile.row0 + token) * self.features + column) * 2
+    def address(self, token: int, column: Int32, size: int = 2) -> Int64:
+        """Of a feature of ``size`` bytes of a token of the tile."""
+        return self.out.toint() + (Int64(self.tile.row0 + token) * self.features + column) * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +105,6 @@ class DirectFinish:
     epilogue: StoreRows
     config: Sm90Config
 
-    @property
-    def tokens(self) -> int:
-        """How many are staged at a time."""
-        return self.config.epilogue_tokens
-
     @cute.jit
     def __call__(
         self,
@@ -115,10 +118,9 @@ class DirectFinish:
         staging: Int32,
     ):
         half, thread = tidx // 128, tidx % 128
-        buffer = staging + half * (self.config.epilogue_tokens * 128)
+        tokens, buffer = self.config.epilogue_tokens, staging + half * self.config.staging_bytes
         features = args.weight_rows // (2 // self.epilogue.values_per_pair)
         scales = TileScales(self.epilogue, epilogue_args, tile, n)
-        rounding = self.epilogue.rounding(epilogue_args, tile.expert)
         packed, contexts = [], []  # what all blocks need is loaded together
         for m in cutlass.range_constexpr(self.config.blocks64):
             packed.append(first_row(self.config, tile, m, half))
@@ -127,9 +129,9 @@ class DirectFinish:
             contexts.append(self.epilogue.begin(epilogue_args, tile.expert, mine, args.weight_rows))
         for m in cutlass.range_constexpr(self.config.blocks64):
             column, context = packed[m] // (2 // self.epilogue.values_per_pair), contexts[m]
-            rows = OutRows(args.out, features, column, tile, rounding)
-            for first in cutlass.range_constexpr(0, n, self.tokens):
-                count = min(self.tokens, n - first)
+            rows = OutRows(args.out, features, column, tile, None)
+            for first in cutlass.range_constexpr(0, n, tokens):
+                count = min(tokens, n - first)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
                 self._stage(first, count, accs[m], thread, buffer, context, scales)
                 cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
@@ -200,91 +202,28 @@ class DirectFinish:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundedFinish(DirectFinish):
-    """Registers -> fp32 in shared memory -> blocks of 16 features, one to a thread, rounded to
-    NVFP4 values -> bf16, 16-byte stores.
+class StagedFinish:
+    """Registers -> fp32 in shared memory -> whole lines of a row.
 
-    A block of gated features lies in two warps, one of 64 weight rows in the accumulators of eight
-    lanes: in shared memory a thread finds it whole. 16-byte chunk c of token t lies at chunk
-    c ^ (t % 8): neither side has bank conflicts. Features are a multiple of 16.
+    Some tokens of all weight rows of a warpgroup are staged at a time; 16-byte chunk c of token t
+    lies at chunk c ^ (t % 8), so that neither side has bank conflicts. This class stores fp32.
     """
-
-    @property
-    def tokens(self) -> int:
-        return self.config.epilogue_tokens // (8 * self.epilogue.values_per_pair) * 8
-
-    @cute.jit
-    def _stage(
-        self,
-        first: cutlass.Constexpr,
-        count: cutlass.Constexpr,
-        acc: Any,
-        thread: Int32,
-        buffer: Int32,
-        context: Any,
-        scales: Any,
-    ):
-        lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
-        feature = thread // 32 * (8 * per_pair) + lane // 4
-        for odd in cutlass.range_constexpr(2):
-            token = 2 * (lane % 4) + odd  # of every eight
-            at = [
-                buffer + token * (128 * per_pair) + (chunk ^ token) * 16 + feature % 4 * 4
-                for chunk in (feature // 4, feature // 4 + 2)
-            ]
-            for t8 in cutlass.range_constexpr(0, count, 8):
-                v, scale = (first + t8) // 2 + odd, scales.of(first + t8, lane, odd)
-                values = self.epilogue.pair(context, scale, acc[v], acc[v + 2])
-                for i in cutlass.range_constexpr(per_pair):
-                    cute.arch.inline_ptx(
-                        "st.shared.f32 [{$r0}], {$r1};",
-                        read_only_args=[at[i] + t8 * (128 * per_pair), values[i]],
-                    )
-
-    @cute.jit
-    def _store(
-        self,
-        first: cutlass.Constexpr,
-        count: cutlass.Constexpr,
-        thread: Int32,
-        buffer: Int32,
-        rows: Any,
-    ):
-        blocks = 2 * self.epilogue.values_per_pair  # of a token
-        per_pass, width = 128 // blocks, 64 * blocks  # tokens, bytes of a token
-        block = thread // (2 * per_pass) * 2 + thread % 2
-        column = (
-            rows.column + block // 2 * 32 + thread % 2 * 8
-        )  # of a half of the pair's even block
-        out = rows.address(first, column)
-        for p in cutlass.range_constexpr(-(-count // per_pass)):
-            token = p * per_pass + thread // 2 % per_pass
-            # the first token of this warp: false for none of its lanes or for all
-            if (
-                cutlass.min(count, rows.tile.n - first)
-                > p * per_pass + thread // 32 * 16 % per_pass
-            ):
-                source = cutlass.min(token, count - 1)
-                values = []
-                for i in cutlass.range_constexpr(4):
-                    chunk = (block * 4 + i) ^ (source % 8)
-                    words = load_shared_u32x4(buffer + source * width + chunk * 16)
-                    values += [w.bitcast(Float32) for w in words]
-                rounded = round_values(values, magnitude_bits(values), *rows.rounding)
-                words = swap_halves(pack_pairs(rounded), thread)
-                if first + token < rows.tile.n and token < count:
-                    at = out + Int64(token) * rows.features * 2
-                    for j in cutlass.range_constexpr(2):
-                        if column + 16 * j < rows.features:
-                            store_u32x4(at + 32 * j, words[4 * j : 4 * j + 4])
-
-
-@dataclasses.dataclass(frozen=True)
-class WideFinish:
-    """Registers -> fp32 global memory: 8 lanes of a warp write 32 bytes of a row at a time."""
 
     epilogue: StoreRows
     config: Sm90Config
+    size = 4  # bytes of a value that is stored
+    chunk_values = 4  # features that a thread stores at a time
+    lanes = 8  # neighbours that store a run of them
+
+    @property
+    def tokens(self) -> int:
+        """How many are staged at a time."""
+        return self.config.epilogue_tokens // (8 * self.per_token) * 8
+
+    @property
+    def per_token(self) -> int:
+        """Lines of 128 bytes in shared memory."""
+        return self.epilogue.values_per_pair * self.config.blocks64
 
     @cute.jit
     def __call__(
@@ -296,30 +235,165 @@ class WideFinish:
         epilogue_args: Any,
         geometry: Any,
         tile: Any,
-        staging: Any,
+        staging: Int32,
     ):
-        lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
-        features = args.weight_rows // (2 // per_pair)
+        half, thread = tidx // 128, tidx % 128
+        buffer = staging + half * self.config.staging_bytes
+        per_feature = 2 // self.epilogue.values_per_pair
         scales = TileScales(self.epilogue, epilogue_args, tile, n)
+        contexts, row = [], first_row(self.config, tile, 0, half)
         for m in cutlass.range_constexpr(self.config.blocks64):
-            group = first_row(self.config, tile, m, tidx // 128) // 16 + tidx // 32 % 4
-            row = group * 16 + lane // 4  # packed weight row
-            context = self.epilogue.begin(
-                epilogue_args,
-                tile.expert,
-                cutlass.min(row, args.weight_rows - 9),
-                args.weight_rows,
-            )
-            column = row if per_pair == 2 else group * 8 + lane // 4
-            out = args.out.toint() + (Int64(tile.row0) * features + column) * 4
-            for pair in cutlass.range_constexpr(n // 4):
-                v = pair // 2 * 4 + pair % 2  # and v + 2: both rows of a token
-                token = v // 4 * 8 + lane % 4 * 2 + v % 2
-                scale = scales.of(v // 4 * 8, lane, v % 2)
-                if token < tile.n and row < args.weight_rows:
-                    values = self.epilogue.pair(context, scale, accs[m][v], accs[m][v + 2])
-                    for i in cutlass.range_constexpr(per_pair):
-                        store_f32(out + Int64(token) * features * 4 + 32 * i, values[i])
+            mine = first_row(self.config, tile, m, half) + thread // 32 * 16 + thread % 32 // 4
+            mine = cutlass.min(mine, args.weight_rows - 9)
+            contexts.append(self.epilogue.begin(epilogue_args, tile.expert, mine, args.weight_rows))
+        rounding = self.epilogue.rounding(epilogue_args, tile.expert)
+        features = args.weight_rows // per_feature
+        rows = OutRows(args.out, features, row // per_feature, tile, rounding)
+        for first in cutlass.range_constexpr(0, n, self.tokens):
+            count = min(self.tokens, n - first)
+            cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
+            if cutlass.const_expr(first == 0):
+                self._prepare(thread, buffer, rows)
+            for m in cutlass.range_constexpr(self.config.blocks64):
+                self._stage(m, (first, count), accs[m], thread, buffer, contexts[m], scales)
+            cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=128)
+            self._store(first, count, thread, buffer, rows)
+
+    def _prepare(self, thread: Int32, buffer: Int32, rows: OutRows) -> None:
+        """Once per tile, when nobody reads what the last one left in shared memory."""
+
+    @cute.jit
+    def _stage(
+        self,
+        m: cutlass.Constexpr,
+        tokens: cutlass.Constexpr,
+        acc: Any,
+        thread: Int32,
+        buffer: Int32,
+        context: Any,
+        scales: Any,
+    ):
+        """Block ``m`` of 64 rows of ``tokens`` = (first, count)."""
+        (first, count), pitch = tokens, 128 * self.per_token
+        lane, per_pair = cute.arch.lane_idx(), self.epilogue.values_per_pair
+        feature = thread // 32 * (8 * per_pair) + lane // 4 + m * (32 * per_pair)
+        for odd in cutlass.range_constexpr(2):
+            token = 2 * (lane % 4) + odd  # of every eight
+            at = [
+                buffer + token * pitch + (chunk ^ token) * 16 + feature % 4 * 4
+                for chunk in (feature // 4, feature // 4 + 2)
+            ]
+            for t8 in cutlass.range_constexpr(0, count, 8):
+                v, scale = (first + t8) // 2 + odd, scales.of(first + t8, lane, odd)
+                values = self.epilogue.pair(context, scale, acc[v], acc[v + 2])
+                for i in cutlass.range_constexpr(per_pair):
+                    cute.arch.inline_ptx(
+                        "st.shared.f32 [{$r0}], {$r1};",
+                        read_only_args=[at[i] + t8 * pitch, values[i]],
+                    )
+
+    @cute.jit
+    def _store(
+        self,
+        first: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        thread: Int32,
+        buffer: Int32,
+        rows: Any,
+    ):
+        chunk, per_pass, out = self._place(first, thread, rows)
+        mine, valid = thread // self.lanes % per_pass, self._valid(first, count, chunk, rows)
+        words = []  # all loads are in flight before the first store
+        for p in cutlass.range_constexpr(-(-count // per_pass)):
+            token = cutlass.min(mine + p * per_pass, count - 1)
+            words.append(self._load(buffer, token, chunk))
+        for p in cutlass.range_constexpr(len(words)):
+            if mine + p * per_pass < valid:
+                at = out + Int64(mine + p * per_pass) * rows.features * self.size
+                store_u32x4(at, words[p])
+
+    def _place(self, first: int, thread: Int32, rows: OutRows) -> tuple[Int32, int, Int64]:
+        """(chunk of a token's features that a thread stores, tokens of a pass, address of that
+        chunk of token ``first``)."""
+        per_token = self.per_token * 32 // self.chunk_values  # chunks
+        per_pass, lanes = 128 // per_token, self.lanes
+        chunk = thread // (lanes * per_pass) * lanes + thread % lanes
+        return chunk, per_pass, rows.address(first, rows.column + self._feature(chunk), self.size)
+
+    def _feature(self, chunk: Int32) -> Int32:
+        """First feature of a chunk, from that of the warpgroup's first block of 64 rows."""
+        in_block = 32 * self.epilogue.values_per_pair  # features
+        chunks = in_block // self.chunk_values
+        between = self.config.warpgroups * in_block
+        return chunk // chunks * between + chunk % chunks * self.chunk_values
+
+    def _valid(self, first: int, count: int, chunk: Int32, rows: OutRows) -> Int32:
+        """How many of the tokens from ``first`` on are stored; none past the last feature."""
+        exists = rows.column + self._feature(chunk) < rows.features
+        return select(exists, cutlass.min(rows.tile.n - first, count), Int32(0))
+
+    def _load(self, buffer: Int32, token: Int32, chunk: Int32) -> tuple[Uint32, ...]:
+        at = buffer + token * (128 * self.per_token) + (chunk ^ (token % 8)) * 16
+        return load_shared_u32x4(at)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedFinish(StagedFinish):
+    """Values of NVFP4 in bf16: a thread has half a block of 16 features, and asks its neighbour for
+    the amax of the other half.
+
+    A block of gated features lies in two warps, one of 64 weight rows in the accumulators of eight
+    lanes: in shared memory both are whole. `block_factors` of every scale there is are computed
+    once per tile, behind the rows. Features are a multiple of 16. The loop over tokens is rolled,
+    which is faster than four of its turns under way together: less code, which runs once per tile.
+    """
+
+    size = 2
+    chunk_values = 8
+    lanes = 4
+
+    def _prepare(self, thread: Int32, buffer: Int32, rows: OutRows) -> None:
+        factors = block_factors(Uint32(thread), rows.rounding[0])
+        cute.arch.inline_ptx(
+            "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+            read_only_args=[self._factors(buffer, thread), *factors],
+        )
+
+    def _factors(self, buffer: Int32, byte: Any) -> Int32:
+        return buffer + 128 * self.config.epilogue_tokens + Int32(byte) * 8
+
+    @cute.jit
+    def _store(
+        self,
+        first: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        thread: Int32,
+        buffer: Int32,
+        rows: Any,
+    ):
+        chunk, per_pass, out = self._place(first, thread, rows)
+        token, valid = thread // self.lanes % per_pass, self._valid(first, count, chunk, rows)
+        pitch = Int64(rows.features) * (self.size * per_pass)
+        out += Int64(token) * rows.features * self.size
+        for _ in cutlass.range(-(-count // per_pass), unroll=1):
+            words = self._round(buffer, cutlass.min(token, count - 1), chunk, rows)
+            if token < valid:
+                store_u32x4(out, words)
+            token += per_pass
+            out += pitch
+
+    def _round(self, buffer: Int32, token: Int32, chunk: Int32, rows: OutRows) -> list[Uint32]:
+        """16 bytes as they are stored; the whole warp is here."""
+        words = self._load(buffer, token, 2 * chunk) + self._load(buffer, token, 2 * chunk + 1)
+        values = [w.bitcast(Float32) for w in words]
+        amax = tree(max_magnitude, values)
+        amax = max_magnitude(amax, cute.arch.shuffle_sync_bfly(amax, 1))
+        factors = cute.arch.inline_ptx(
+            "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+            write_only_types=[Float32] * 2,
+            read_only_args=[self._factors(buffer, scale_byte(amax, rows.rounding[1]))],
+        )
+        return pack_pairs(round_elements(values, factors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,6 +533,15 @@ def load_shared_u32x4(address: Int32) -> tuple[Uint32, ...]:
         "ld.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,
         read_only_args=[address],
+    )
+
+
+def max_magnitude(a: Float32, b: Float32) -> Float32:
+    """max(|a|, |b|), NaN if one of them is: one instruction."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 a, b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; max.NaN.f32 {$w0}, a, b; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
     )
 
 

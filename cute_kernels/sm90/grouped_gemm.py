@@ -218,9 +218,8 @@ class Sm90GroupedGemm:
         )
         staging = None
         if not c.split_k:
-            staging = smem.allocate_tensor(
-                Uint32, cute.make_layout(c.warpgroups * c.epilogue_tokens * 32), 128
-            )
+            words = c.warpgroups * c.staging_bytes // 4
+            staging = smem.allocate_tensor(Uint32, cute.make_layout(words), 128)
             staging = Int32(staging.iterator.toint())
         tiles = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, TILE_SLOTS)), 16)
         bars = [

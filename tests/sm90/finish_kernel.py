@@ -50,7 +50,7 @@ class Finish:
         tidx, _, _ = cute.arch.thread_idx()
         n, c = self.config.max_tokens, self.config
         accs = self.load(acc, tidx)
-        staging = cute.arch.alloc_smem(Uint8, self.threads * c.epilogue_tokens, alignment=1024)
+        staging = cute.arch.alloc_smem(Uint8, c.warpgroups * c.staging_bytes, alignment=1024)
         tile = Tile(expert, Int32(0), row0, tokens, Int32(0), Int32(0))
         finish, address = whole_k_finish(self.epilogue, c), Int32(staging.toint())
         finish(n, accs, tidx, args, epilogue_args, None, tile, address)

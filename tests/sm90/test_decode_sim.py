@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # the mma.sync instances of MIDDLE, for direct stores of two 128-row tiles
-FEW = dataclasses.replace(configs.MIDDLE, name="few", token_sizes=(8, 16, 24), epilogue_tokens=24)
+FEW = dataclasses.replace(configs.MIDDLE, name="few", token_sizes=(8, 16, 24), epilogue_tokens=32)
 SCHEDULES = [("lazy", 0), ("random", 1)]
 
 
