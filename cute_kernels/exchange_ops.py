@@ -23,6 +23,7 @@ from cute_kernels.launch import (
     arch_of,
     check_matrix,
     check_out,
+    check_rows,
     check_vector,
     flat,
     launch,
@@ -72,16 +73,31 @@ class Booking(NamedTuple):
     lost: Tensor | None
 
 
-def _run(
-    kernels: bool, op: Callable[..., None], plain: Callable[..., Any], outputs: int, args: Any
+class _Plain(NamedTuple):
+    """What stands for a registered operation where there are no kernels: its checks, its values,
+    and how many of its arguments are written."""
+
+    check: Callable[..., None]
+    values: Callable[..., Any]
+    outputs: int
+
+    def __call__(self, *args: Any) -> None:
+        self.check(*args)
+        for out, value in zip(args[-self.outputs :], self.values(*args)):
+            if out is not None:
+                out.copy_(value)
+
+
+def _check_like(
+    tensor: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """The registered operation, or the plain one into the same tensors."""
-    if kernels:
-        op(*args)
-        return
-    for out, value in zip(args[-outputs:], plain(*args)):
-        if out is not None:
-            out.copy_(value)
+    """Any strides."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the rows are on {device}")
 
 
 # ---- places
@@ -104,10 +120,12 @@ def book_places(
 
     Raises TypeError or ValueError before anything is allocated.
     """
+    _check_book(topk_ids, num_experts, ranks, room)
     tokens, slots = topk_ids.shape
-    limited = room is not None and (tokens > room[0] or tokens * slots > room[1])
+    limited = _limited(topk_ids, room)
+    if limited and overflow is None:
+        raise ValueError(f"room {room} may not be enough for {(tokens, slots)}: pass overflow")
     kept = overflow if limited else None
-    _check_book(topk_ids, num_experts, ranks, room, limited, kept)
     lost = [Buffer("lost", (tokens,), torch.bool)] if limited else []
     buffers = [*_booked(tokens, slots, ranks), *lost, _book_scratch(tokens, ranks)]
     token_place, token_first, slot_place, ids, needed, *gone, scratch = allocate(
@@ -115,8 +133,13 @@ def book_places(
     )
     found = Booking(token_place, token_first, slot_place, ids, needed, gone[0] if gone else None)
     sizes = (num_experts, *(room or (0, 0)))
-    _run(kernels, _book_places_op, _plain_book, 8, (topk_ids, *sizes, *found, kept, scratch))
+    run = _book_places_op if kernels else _PLAIN_BOOK
+    run(topk_ids, *sizes, *found, kept, scratch)
     return found
+
+
+def _limited(ids: Tensor, room: tuple[int, int] | None) -> bool:
+    return room is not None and (ids.shape[0] > room[0] or ids.numel() > room[1])
 
 
 def _booked(tokens: int, slots: int, ranks: int) -> list[Buffer]:
@@ -134,14 +157,7 @@ def _book_scratch(tokens: int, ranks: int) -> Buffer:
     return Buffer("book_counts", (ctas if ctas > 1 else 0, 2 * ranks), torch.int32)
 
 
-def _check_book(
-    ids: Tensor,
-    num_experts: int,
-    ranks: int,
-    room: tuple[int, int] | None,
-    limited: bool,
-    overflow: Tensor | None,
-) -> None:
+def _check_book(ids: Tensor, num_experts: int, ranks: int, room: tuple[int, int] | None) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
     if ids.dim() != 2 or ids.shape[1] == 0:
@@ -152,17 +168,19 @@ def _check_book(
         )
     if room is not None and min(room) < 1:
         raise ValueError(f"room must be positive, got {room}")
-    if limited and overflow is None:
-        raise ValueError(f"room {room} may not be enough for {tuple(ids.shape)}: pass overflow")
-    if overflow is not None:
-        check_vector(overflow, "overflow", torch.int64, 3, ids.device)
+    check_rows(max([ids.numel(), *(ranks * n for n in room or ())]), "places")
 
 
 def _check_book_out(ids: Tensor, num_experts: int, tokens: int, rows: int, *out: Any) -> None:
     *written, lost, overflow, scratch = out
     (count, slots), ranks = ids.shape, written[0].shape[1]
     room = (tokens, rows) if tokens else None
-    _check_book(ids, num_experts, ranks, room, lost is not None, overflow)
+    _check_book(ids, num_experts, ranks, room)
+    if not (lost is not None) == (overflow is not None) == _limited(ids, room):
+        raise ValueError(f"room {room} for {tuple(ids.shape)}: lost and overflow, or none of them")
+    if lost is not None:
+        check_out([lost], [Buffer("lost", (count,), torch.bool)], ids.device)
+        check_vector(overflow, "overflow", torch.int64, 3, ids.device)
     buffers = [*_booked(count, slots, ranks), _book_scratch(count, ranks)]
     check_out((*written, scratch), buffers, ids.device)
 
@@ -225,7 +243,8 @@ def send_rows(
     fields = [wire.hidden, wire.top_k, int(wire.quantized), int(wire.weighted)]
     given = (booking.ids, mix, booking.token_place, booking.token_first, booking.needed)
     args = (*source, *given, room, fields, out)
-    _run(kernels, _send_rows_op, _plain_send, 1, args)
+    run = _send_rows_op if kernels else _PLAIN_SEND
+    run(*args)
 
 
 class _Send(NamedTuple):
@@ -264,10 +283,15 @@ def _check_send(*args: Any) -> None:
         check_vector(a.outer, "outer", torch.float32, count if codes else 1, device)
     elif codes:
         raise ValueError("codes need their outer scales: pass outer (T,)")
+    if a.scale is not None:
+        groups = (count, wire.hidden // BLOCK)
+        _check_like(a.scale, "scale", torch.uint8, groups, device)
     if a.weight is not None:
         check_vector(a.weight, "weight", torch.float32, count, device)
-    if wire.weighted and (a.mix is None or a.mix.dtype != torch.float32):
+    if wire.weighted and a.mix is None:
         raise ValueError("a wire with weights needs weights: pass float32 (T, K)")
+    if a.mix is not None:
+        _check_like(a.mix, "weights", torch.float32, (count, wire.top_k), device)
     ranks = a.token_place.shape[1]
     check_out([a.token_place, a.token_first, a.ids, a.needed], [
         Buffer("token_place", (count, ranks), torch.int32),
@@ -358,17 +382,10 @@ def _check_received(
     check_matrix(data, "data", (torch.uint8 if codes else torch.bfloat16,), 8 if codes else BLOCK)
     count, hidden = data.shape[0], data.shape[1] * (2 if codes else 1)
     if scale is not None and gx is not None:
-        if scale.dtype != torch.uint8 or tuple(scale.shape) != (count, hidden // BLOCK):
-            raise ValueError(
-                f"scale must be uint8 {(count, hidden // BLOCK)}, got {scale.dtype} "
-                f"{tuple(scale.shape)}"
-            )
+        _check_like(scale, "scale", torch.uint8, (count, hidden // BLOCK), data.device)
         check_vector(gx, "gx", torch.float32, count, data.device)
-    if token_rows.dtype != torch.int32 or token_rows.dim() != 2 or token_rows.shape[0] != count:
-        raise ValueError(
-            f"token_rows must be int32 ({count}, slots), got {token_rows.dtype} "
-            f"{tuple(token_rows.shape)}"
-        )
+    slots = token_rows.shape[-1]
+    _check_like(token_rows, "token_rows", torch.int32, (count, slots), data.device)
     rows = values.shape[0]
     check_out([values], [Buffer("values", (rows, hidden), torch.bfloat16)], data.device)
     if row_gx is not None:
@@ -443,8 +460,8 @@ def leave_rows(
     Raises TypeError or ValueError before anything is launched.
     """
     sizes = [senders.ranks, senders.tokens, senders.rows]
-    args = (o, token_rows, first, senders.needed, sizes, out)
-    _run(kernels, _leave_rows_op, _plain_leave, 1, args)
+    run = _leave_rows_op if kernels else _PLAIN_LEAVE
+    run(o, token_rows, first, senders.needed, sizes, out)
 
 
 def _check_leave(
@@ -456,11 +473,9 @@ def _check_leave(
     out: Tensor,
 ) -> None:
     check_matrix(o, "o", (torch.bfloat16,), 8)
-    if token_rows.dtype != torch.int32 or token_rows.dim() != 2:
-        raise ValueError(
-            f"token_rows must be int32 (N, K), got {token_rows.dtype} {tuple(token_rows.shape)}"
-        )
-    check_vector(first, "first", torch.int32, token_rows.shape[0], o.device)
+    count, slots = token_rows.shape[0], token_rows.shape[-1]
+    _check_like(token_rows, "token_rows", torch.int32, (count, slots), o.device)
+    check_vector(first, "first", torch.int32, count, o.device)
     if needed is None:
         ranks, tokens, rows = sizes
         if (ranks * tokens, ranks * rows) != (token_rows.shape[0], out.shape[0]):
@@ -468,10 +483,8 @@ def _check_leave(
                 f"{ranks} ranks of {tokens} tokens and {rows} rows, got {token_rows.shape[0]} "
                 f"tokens and room for {out.shape[0]} rows"
             )
-    elif needed.dtype != torch.int64 or tuple(needed.shape) != (sizes[0], 2):
-        raise ValueError(
-            f"needed must be int64 {(sizes[0], 2)}, got {needed.dtype} {tuple(needed.shape)}"
-        )
+    else:
+        _check_like(needed, "needed", torch.int64, (sizes[0], 2), o.device)
     shape = (out.shape[0], o.shape[1])
     check_out([out], [Buffer("out", shape, torch.bfloat16)], o.device)
 
@@ -518,6 +531,10 @@ def _leave_kernel(
 
 
 # ---- registration
+
+_PLAIN_BOOK = _Plain(_check_book_out, _plain_book, 8)
+_PLAIN_SEND = _Plain(_check_send, _plain_send, 1)
+_PLAIN_LEAVE = _Plain(_check_leave, _plain_leave, 1)
 
 _book_places_op = register(
     "book_places(Tensor topk_ids, int num_experts, int tokens, int rows, "

@@ -168,6 +168,8 @@ def test_what_is_refused() -> None:
     refused(ValueError, "room must be positive", book, ids, 8, 2, (0, 3))
     refused(ValueError, "may not be enough for", book, ids, 8, 2, (3, 12))
     refused(TypeError, "overflow must be torch.int64", book, ids, 8, 2, (3, 12), torch.zeros(3))
+    refused(ValueError, "places must be below 2", book, ids, 8, 2, (2**30, 12))
+    refused(ValueError, r"topk_ids must be \(T, K\)", book, ids[0], 8, 2)
     trip = Trip(4, room=(4, 12))
     booking, send = booked(trip), exchange_ops.send_rows
     out = torch.empty((12, W.row_bytes), dtype=torch.uint8)
@@ -179,15 +181,23 @@ def test_what_is_refused() -> None:
     plain, mixed = Wire(64, 3, False, False), Wire(64, 3, True, True)
     refused(ValueError, "codes travel on a quantised wire", send, codes, booking, None, plain, out)
     refused(ValueError, "needs weights", send, x, booking, None, mixed, out, 4)
+    refused(ValueError, "weights must be torch.float32", send, x, booking, torch.ones(4, 2), mixed,
+            out, 4)  # fmt: skip
+    short = codes._replace(scale=codes.scale[:, :3])
+    refused(ValueError, "scale must be torch.uint8", send, short, booking, None, W, out, 4)
     leave, o = exchange_ops.leave_rows, torch.zeros((5, 16), dtype=torch.bfloat16)
     first = torch.zeros(4, dtype=torch.int32)
     refused(ValueError, "2 ranks of 2 tokens and 3 rows, got 4 tokens and room for 5 rows", leave,
             o, ids, first, Senders(2, 2, 3), o)  # fmt: skip
-    refused(ValueError, "needed must be int64", leave, o, ids, first, Senders(2, needed=first), o)
+    refused(
+        ValueError, "needed must be torch.int64", leave, o, ids, first, Senders(2, needed=first), o
+    )
     refused(TypeError, "o must be bfloat16", leave, o.float(), ids, first, Senders(2, 2, 3), o)
     stage = exchange_ops.stage_received
     refused(ValueError, "codes come with scale", stage, *codes[:2], None, ids, o, None)
-    refused(ValueError, "token_rows must be int32", stage, *codes[:3], ids[:3], o, first.float())
+    refused(
+        ValueError, "token_rows must be torch.int32", stage, *codes[:3], ids[:3], o, first.float()
+    )
 
 
 @pytest.mark.parametrize("name", ["book_places", "send_rows", "stage_received", "leave_rows"])
