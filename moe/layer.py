@@ -460,7 +460,7 @@ class MoE(nn.Module):
         routing: tuple[Tensor, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Set the static scales gh (E,) and gx () from a sample x (T, H): amax / 2688 of what each
-        expert sees.
+        expert sees. Before `warmup`: rows with static scales are rounded by other kernels.
 
         routing  (topk_ids, topk_weights) (T, top_k), or None: the layer's own router
 
