@@ -15,8 +15,8 @@ GUARD = 0x7FFFFFFF
 @dataclasses.dataclass(frozen=True)
 class Case:
     """``routing``: 'random', 'one' (everything to one expert), 'holes' (ids < 0, foreign and too
-    large), 'nowhere' (no slot has a row). ``first`` is the global id of local expert 0 of 3 *
-    experts."""
+    large, also by 2^32), 'nowhere' (no slot has a row). ``first`` is the global id of local expert
+    0 of 3 * experts."""
 
     tokens: int
     hidden: int = 64
@@ -44,9 +44,11 @@ class Case:
         if self.routing == "one":
             ids = torch.full(shape, self.first + self.experts - 1)
         elif self.routing == "holes":
-            wild = torch.tensor([-1, -(2**31), self.all_experts, 2**31 - 1, self.first - 1])
-            pick = torch.randint(0, 5, shape, generator=g)
-            ids = torch.where(torch.rand(shape, generator=g) < 0.4, wild[pick], ids)
+            wild = [-1, -(2**31), self.all_experts, 2**31 - 1, self.first - 1]
+            if self.ids == torch.int64:  # the low words are ids of local experts
+                wild += [2**32 + self.first, self.first - 2**32]
+            pick = torch.randint(0, len(wild), shape, generator=g)
+            ids = torch.where(torch.rand(shape, generator=g) < 0.4, torch.tensor(wild)[pick], ids)
         elif self.routing == "nowhere":
             ids = torch.full(shape, -1)
         return ids.to(self.ids), torch.rand(shape, generator=g)

@@ -92,6 +92,7 @@ def test_quantize_every_bf16_pattern(g: float) -> None:
 def test_combine(shared: bool) -> None:
     case = Case(9, hidden=80, top_k=3, routing="holes")
     _, _, _, token_rows = plan(case)
+    token_rows[4] = -1  # exactly +0, plus its shared row
     rows = torch.randn(27, 80).bfloat16()
     lost = torch.arange(9) % 4 == 1
     args = (rows, token_rows, case.routes()[1], case.x() if shared else None, torch.float32)
