@@ -164,6 +164,8 @@ def cmd_demo(args: argparse.Namespace, console: Console) -> None:
     """Write a small checkpoint, load it, run it, compare every stage with fp64."""
     from moe.demo import run_demo
 
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be 1 or more, got {args.tokens}: there would be no error")
     result = run_demo(Path(args.folder), tokens=args.tokens)
     layer = result.layer
     out = table("a layer of heavy-tailed weights", "stage", "shape", "bytes", "time", "error*")

@@ -68,7 +68,9 @@ def measure(max_tokens: int, hidden: int, dynamic: bool) -> list[dict[str, Any]]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.cold_start", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--dynamic", action="store_true", help="one outer scale per row of h")

@@ -271,8 +271,13 @@ def main() -> None:
         lines += compare(row, found)
         everything += [{"row": row.name, "k": row.k, **e.as_json()} for e in found]
     sys.stdout.write("simulator counters, extrapolated to the whole problem; nothing is timed\n")
-    sys.stdout.write(table(lines) + "\n")
-    sys.stdout.write(summary(lines, everything) + "\n")
+    if lines:
+        sys.stdout.write(table(lines) + "\n" + summary(lines, everything) + "\n")
+    else:
+        sys.stdout.write(
+            f"{len(everything)} counts of our kernels and none of others: --peers names an "
+            "interpreter that has theirs (tests/conformance/README.md), --json keeps ours\n"
+        )
     if args.json:
         args.json.write_text(json.dumps({"comparisons": lines, "counts": everything}, indent=1))
 

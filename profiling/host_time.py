@@ -110,7 +110,9 @@ def measure(static: bool, tokens: int) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.host_time", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--json", help="write the times here")
     args = parser.parse_args(argv)

@@ -49,7 +49,9 @@ def random_weights(cfg: MoEConfig, seed: int = 0) -> ExpertWeights:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.layer_cpu", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", choices=sorted(MODELS), default="deepseek-v4-flash")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=2)

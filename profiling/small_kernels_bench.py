@@ -278,7 +278,9 @@ def variants(shape: Shape, rate: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.small_kernels_bench", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--json", help="write the rows here")
     parser.add_argument("--variants", action="store_true", help="also the parts and their variants")
     parser.add_argument("--only", default="", help="operations whose name contains this")

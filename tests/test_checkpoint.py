@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import math
 import weakref
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import ExpertWeights, MoE, MoEConfig, ReLU2, load_checkpoint, reference
-from moe.tensor_files import CheckpointError
+from moe.tensor_files import CheckpointError, TensorFiles
 from tests import oracle
 from tests.checkpoints import (
     HF,
@@ -330,3 +331,23 @@ def test_memory_is_measured(big: Path) -> None:
 
     weights, peak = peak_of(careless)
     assert peak >= weights.nbytes + weights.l1_data.nbytes
+
+
+# ---- config files --------------------------------------------------------------------------------
+
+
+def test_what_a_config_says_of_its_text_part_and_of_quantisation(tmp_path: Path) -> None:
+    """The type of a multi-modal model counts where its text part has none, and config.json where
+    the exporter's own file disagrees."""
+    text = {"hidden_size": 64, "quantization_config": {"quant_algo": "NVFP4", "group_size": 16}}
+    config = {"model_type": "llama4", "text_config": text, "hidden_size": 1}
+    write(tmp_path, {"x": torch.zeros(1)}, config)
+    other = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["router"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(other))
+    files = TensorFiles(tmp_path)
+    assert files.config() == {"model_type": "llama4", **text}
+    want = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["router"]}
+    assert files.quantization() == want
+    text["model_type"] = "llama4_text"
+    write(tmp_path, {"x": torch.zeros(1)}, config)
+    assert TensorFiles(tmp_path).config()["model_type"] == "llama4_text"

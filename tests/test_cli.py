@@ -189,6 +189,7 @@ def test_heavy_tails() -> None:
         (("inspect", "nowhere"), "error: nowhere does not exist"),
         (("explain", "no-such-model"), "error: 'no-such-model' is neither a path nor one of"),
         (("explain", "--tokens", "-1"), "error: --tokens must be 0 or more"),
+        (("demo", "--tokens", "0"), "error: --tokens must be 1 or more, got 0"),
         (
             ("run", "--checkpoint", "nowhere", "--layer", 0, "--input", "none", "--out", "y"),
             "error: ",

@@ -239,6 +239,16 @@ def test_a_layer_without_values_gets_all_of_them_from_a_state_dict(assign: bool)
     assert same_bits(other(x), layer(x))
 
 
+def test_a_router_of_inference_mode_follows_a_state_dict() -> None:
+    """Its weight counts no writes."""
+    with torch.inference_mode():
+        layer, other, x = routed(backend="sm90"), routed(backend="sm90"), tokens(6)
+        other.router_weight.neg_()
+        before = layer(x)
+        layer.load_state_dict(other.state_dict())
+        assert same_bits(layer(x), other(x)) and not same_bits(layer(x), before)
+
+
 def test_calibration_reaches_the_packed_layer() -> None:
     layer, want = sm90(), build()
     x, routes = tokens(40), routing(40)

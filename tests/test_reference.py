@@ -4,6 +4,7 @@ the same input, so that a rounding flip in h neither hides nor fakes an error.""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import ml_dtypes
@@ -341,9 +342,9 @@ def test_per_tensor_scale_ignores_padding_tokens() -> None:
     _, cfg, weights = build(Case())
     b = batch(Case(mode="per_tensor"))
     clean = reference.experts(b.x, b.ids, b.weights, cfg, weights, "nvfp4", "per_tensor").y
-    for bad in (1e6, math.inf, math.nan):
+    for bad, nowhere in itertools.product((1e6, math.inf, math.nan), (-1, E, 2**31 - 1)):
         x = b.x.clone()
-        x[4] = bad  # every slot of token 4 is -1
+        x[4], b.ids[4] = bad, nowhere
         y = reference.experts(x, b.ids, b.weights, cfg, weights, "nvfp4", "per_tensor").y
         assert torch.equal(y, clean)
     x = b.x.clone()

@@ -140,3 +140,11 @@ def test_topk_by_token_id(integer: torch.dtype) -> None:
     last = 5 if integer == torch.int32 else 3 - 2**32  # negative, and 3 in its low word
     ids = torch.tensor([0, -1, 10, 3, 9, -(2**31), last]).to(integer)
     check_topk(hostile_logits(7, 30), Selection(4, "sqrtsoftplus", factor=1.5), None, table, ids)
+
+
+def test_strided_biases() -> None:
+    """A column of a table: kernels get an address and read what follows it."""
+    bias = torch.randn(10, 3)[:, 1]
+    assert bias.stride() == (3,)
+    check_logits(hostile(5, 64, torch.bfloat16), router_weight(10, 64), bias)
+    check_topk(hostile_logits(5, 10), Selection(3, "sigmoid"), bias)

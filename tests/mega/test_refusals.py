@@ -155,6 +155,7 @@ def test_shared_experts_that_do_not_fit() -> None:
     shared = mega.transform_weights_for_mega_moe(
         torch.zeros(2 * I, H, dtype=torch.bfloat16), torch.zeros(H, I, dtype=torch.bfloat16)
     )
+    apart = torch.zeros(2 * T, H, dtype=torch.bfloat16)
     names = ("shared_l1_weights", "shared_l2_weights", "x_bf16")
     given |= dict(zip(names, (*shared, x)))
     with pytest.raises(ValueError, match=r"must be \(0, 128\) for 0 shared experts"):
@@ -168,6 +169,8 @@ def test_shared_experts_that_do_not_fit() -> None:
         ({"shared_l2_weights": torch.zeros(H, I)}, TypeError, "must come from transform"),
         ({"shared_l1_weights": None}, ValueError, "shared_l1_weights missing"),
         ({"y": given["x_bf16"]}, ValueError, "y shares memory with an input"),
+        # rows of x lie between those of y: only the last of them are in y
+        ({"x_bf16": apart[::2], "y": apart[T:].copy_(given["y"])}, ValueError, "y shares memory"),
         ({"y": shared[0].weight[:T]}, ValueError, "y shares memory with an input"),
     ):
         with pytest.raises(error, match=match):
