@@ -14,6 +14,7 @@ from cute_kernels.exchange_ops import Booking, Source, Wire, views
 from tests.small_kernels import Case, assert_same
 
 FAR = [-(2**31), 2**31 - 1]  # an int32 more would be another number
+POISON = 0x5A  # of rows on the wire: four of these bytes are no id -1, which 255 would be
 BEYOND = [2**32, 2**63 - 1, -(2**63)]  # what int32 would turn into expert 0
 
 

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels import exchange_ops, ops
 from cute_kernels.exchange_ops import Booking, Senders, Wire, views
-from tests.exchange_cases import TRIPS, Trip, arrived, assert_booked, assert_sent, source_of
+from tests.exchange_cases import POISON, TRIPS, Trip, arrived, assert_booked, assert_sent, source_of
 from tests.small_kernels import assert_same, used_scales
 
 pytestmark = [
@@ -60,10 +60,10 @@ def test_send_rows(trip: Trip, form: str, weighted: bool, quantized: bool) -> No
     booking = exchange_ops.book_places(trip.topk_ids(), *trip.sizes(), trip.overflow())
     places, room = trip.places(booking), 0 if trip.room is None else trip.room[0]
     mix = torch.rand(trip.tokens, trip.top_k)
-    want = torch.full((places, wire.row_bytes), 255, dtype=torch.uint8)
+    want = torch.full((places, wire.row_bytes), POISON, dtype=torch.uint8)
     exchange_ops.send_rows(source_of(trip, form), booking, mix, wire, want, room)
     there = Booking(*(None if t is None else t.to(CUDA) for t in booking))
-    got = torch.empty((places, wire.row_bytes), dtype=torch.uint8, device=CUDA)
+    got = torch.full_like(want, POISON, device=CUDA)
     exchange_ops.send_rows(source_of(trip, form, CUDA), there, mix.to(CUDA), wire, got, room)
     assert_sent(got, want, wire, booking)
 

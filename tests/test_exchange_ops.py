@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels import exchange_ops, nvfp4
 from cute_kernels.exchange_ops import Booking, Senders, Source, Wire, views
-from tests.exchange_cases import TRIPS, Trip, arrived, assert_booked, assert_sent, source_of
+from tests.exchange_cases import POISON, TRIPS, Trip, arrived, assert_booked, assert_sent, source_of
 from tests.layers import same_bits
 
 W = Wire(64, 3, True, False)
@@ -96,7 +96,7 @@ def test_a_row_comes_out_as_it_went_in(
     wire = Wire(hidden, top_k, quantized, weighted)
     trip = Trip(7, 2, 9, top_k, room=(7, 7 * top_k), hidden=hidden)
     booking, mix, source = booked(trip), torch.rand(7, top_k), source_of(trip, form)
-    rows = torch.full((14, wire.row_bytes), 255, dtype=torch.uint8)
+    rows = torch.full((14, wire.row_bytes), POISON, dtype=torch.uint8)
     exchange_ops.send_rows(source, booking, mix, wire, rows, 7)
     size = 4 * top_k + (4 * top_k if weighted else 4)
     size += hidden * 9 // 16 + 4 if quantized else 2 * hidden
@@ -142,7 +142,7 @@ def test_row_bytes_of_one_model() -> None:
 def test_a_wrong_row_is_seen(part: str) -> None:
     trip = Trip(9, room=(9, 27))
     booking = booked(trip)
-    want = torch.full((27, W.row_bytes), 255, dtype=torch.uint8)
+    want = torch.full((27, W.row_bytes), POISON, dtype=torch.uint8)
     exchange_ops.send_rows(source_of(trip, "bf16"), booking, None, W, want, 9)
     got = want.clone()
     fields = views(got, W)._asdict() | {"empty": views(got, W).ids}

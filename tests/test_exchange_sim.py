@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from cute_kernels import compile as compiler
-from cute_kernels import exchange_ops
+from cute_kernels import exchange_ops, ops
 from cute_kernels.exchange_ops import Senders, Wire, views
 from tests.exchange_cases import (
+    POISON,
     Trip,
     arrived,
     assert_booked,
     assert_sent,
     source_of,
 )
-from tests.small_kernels import assert_same
+from tests.small_kernels import assert_same, used_scales
 
 pytestmark = pytest.mark.skipif(
     not compiler.simulated(), reason="needs the DSL, a C compiler, and no GPU in this session"
@@ -52,6 +53,7 @@ def book(trip: Trip, **how: Any) -> None:
 BOOKED = [
     Trip(0), Trip(1, 64, 256, 8), Trip(33, room=(33, 99)), Trip(70, 5, 3, 2),
     Trip(45, room=(7, 30), ids=torch.int64), Trip(50, 40, 385, 8, room=(3, 5)),
+    Trip(40, 8, 30, 6, room=(40, 13)),
 ]  # fmt: skip
 
 
@@ -61,10 +63,31 @@ def test_book_places(trip: Trip) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
-@pytest.mark.parametrize("room", [None, (30, 80)])
+@pytest.mark.parametrize("room", [None, (30, 80), (100, 33)])
 def test_book_places_over_ctas(room, schedule, seed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_ops, "ONE_CTA_TOKENS", 40)
     book(Trip(100, room=room), schedule=schedule, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_book_places_with_counters_of_several_warps(seed: int) -> None:
+    """Where a rank begins follows from counters that other warps have added up."""
+    book(Trip(20, 64, 256, 4), schedule="random", seed=seed)
+
+
+def test_the_cases_run_out_of_tokens_and_of_rows() -> None:
+    """Else no comparison would see a limit that is off by one."""
+    reasons = {"tokens": 0, "rows": 0}
+    for trip in (*BOOKED, Trip(100, room=(30, 80)), Trip(100, room=(100, 33))):
+        whole, found = (
+            exchange_ops.book_places(trip.topk_ids(), *sizes, trip.overflow(), False)
+            for sizes in ((trip.experts, trip.ranks, None), trip.sizes())
+        )
+        if found.lost is not None:
+            there = ((whole.token_place >= 0) == (found.token_place >= 0)).all(dim=1)
+            reasons["tokens"] += int((found.lost & ~there).sum())
+            reasons["rows"] += int((found.lost & there).sum())
+    assert min(reasons.values()) > 0, reasons
 
 
 SENT = [
@@ -74,6 +97,8 @@ SENT = [
     (Trip(5, 33, 40, 8, room=(3, 8), hidden=96), "fp16 given", True),
     (Trip(6, 2, 4, 1, hidden=1040), "codes", False),
     (Trip(4, room=(4, 12), hidden=16), "codes", True),
+    (Trip(2, 2, 4, 1, hidden=4112), "bf16", False),  # two blocks per thread, some have one
+    (Trip(2, 2, 4, 1, hidden=4112), "codes", True),
 ]
 
 
@@ -93,7 +118,7 @@ def send(trip: Trip, form: str, wire: Wire) -> None:
     booking = exchange_ops.book_places(ids, *trip.sizes(), trip.overflow(), kernels=False)
     places, room = trip.places(booking), 0 if trip.room is None else trip.room[0]
     source, mix = source_of(trip, form), torch.rand(ids.shape)
-    got, want = (torch.full((places, wire.row_bytes), 255, dtype=torch.uint8) for _ in range(2))
+    got, want = (torch.full((places, wire.row_bytes), POISON, dtype=torch.uint8) for _ in range(2))
     simulate(exchange_ops.send_rows, source, booking, mix, wire, got, room)
     exchange_ops.send_rows(source, booking, mix, wire, want, room, kernels=False)
     assert_sent(got, want, wire, booking)
@@ -101,7 +126,13 @@ def send(trip: Trip, form: str, wire: Wire) -> None:
 
 @pytest.mark.parametrize(
     ("hidden", "quantized", "on_wire"),
-    [(16, True, True), (112, True, False), (1040, True, True), (80, False, True)],
+    [
+        (16, True, True),
+        (112, True, False),
+        (1040, True, True),
+        (80, False, True),
+        (4112, True, True),
+    ],
 )
 def test_stage_received(hidden: int, quantized: bool, on_wire: bool) -> None:
     wire = Wire(hidden, 3, quantized, False)
@@ -151,3 +182,26 @@ def test_leave_rows(hidden: int, close: bool) -> None:
     assert (got[rest] == -7.0).all()
     flat = token_rows.reshape(-1)
     assert_same(got[used], o[flat[flat >= 0].long()], "rows in the order of slots")
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
+@pytest.mark.parametrize("hidden", [128, 352])
+def test_rows_apart_are_sorted_and_permuted_as_they_lie(
+    hidden: int, ctas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "ONE_CTA_PAIRS", 66 // ctas)
+    rows, _ = arrived(Trip(1, experts=9), Wire(hidden, 6, True, False), 11, hidden)
+    part, mix = views(rows, Wire(hidden, 6, True, False)), torch.rand(11, 6)
+    plan = simulate(ops.sort_routes, part.ids, mix, 9, 1, 4)
+    close = ops.sort_routes(part.ids.contiguous(), mix, 9, 1, 4)
+    for apart, whole, name in zip(plan, close, ("offsets", "row_token", "weights", "token_rows")):
+        assert_same(apart, whole, name)
+    assert part.scale is not None and part.gx is not None
+    inputs = (part.data, part.scale, part.gx)
+    got = simulate(ops.permute_quantized_rows, *inputs, plan[1], plan[0])
+    want = ops.permute_quantized_rows(*(p.contiguous() for p in inputs), plan[1], plan[0])
+    end = int(plan[0][-1])
+    assert 0 < end < 66
+    assert_same(got[0][:end], want[0][:end], "codes")
+    assert_same(used_scales(got[1], plan[0]), used_scales(want[1], plan[0]), "scales")
+    assert_same(got[2][:end], want[2][:end], "gx")

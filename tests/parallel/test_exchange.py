@@ -14,6 +14,7 @@ from cute_kernels import exchange_ops
 from cute_kernels.exchange_ops import Booking, Senders, Source, Wire
 from moe.parallel import split_experts
 from moe.plan import make_plan
+from tests.exchange_cases import POISON
 
 SIZES = [(1, 4, 2), (2, 6, 3), (3, 7, 3), (5, 3, 2), (8, 30, 6)]  # ranks, experts, slots
 
@@ -80,7 +81,7 @@ def test_every_slot_comes_back_to_its_token(
     sent = []
     for x, booking in zip(tokens, books):
         places = int(booking.needed[:, 0].sum()) if room is None else ranks * room[0]
-        rows = torch.full((places, wire.row_bytes), 255, dtype=torch.uint8)
+        rows = torch.full((places, wire.row_bytes), POISON, dtype=torch.uint8)
         size = 0 if room is None else room[0]
         exchange_ops.send_rows(Source(x), booking, None, wire, rows, size, kernels=False)
         sent.append(rows.split(room[0] if room else booking.needed[:, 0].tolist()))
