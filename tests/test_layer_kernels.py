@@ -109,6 +109,24 @@ def test_after_a_warm_up_no_token_count_compiles(static: bool) -> None:
     assert len(kinds) >= 4
 
 
+def test_kernels_do_not_know_the_number_of_tokens() -> None:
+    """H40: what 64 sizes of batch compile is counted by their configurations."""
+    compiler.clear_memory()
+    layer = layer_of(QWEN)
+    before = compiler.stats()
+    with gemm_ops.without_launches():
+        for count in range(1, 65):
+            layer.experts(*routed(layer.cfg, count))
+    after = compiler.stats()
+    made = after.compiles + after.disk_hits - before.compiles - before.disk_hits
+    gemms = {
+        (dtype, gemm_ops.config_name(t * layer.cfg.top_k, w, dtype))
+        for t in range(1, 65)
+        for w, dtype in ((layer.l1_data, None), (layer.l2_data, torch.bfloat16))
+    }
+    assert made == 4 + len(gemms) <= 14  # sort, codes, scales, combine, and the GEMMs
+
+
 def test_without_launches_nothing_runs_and_the_count_of_kernels_shows() -> None:
     compiler.clear_memory()
     layer = layer_of(NEMOTRON)
