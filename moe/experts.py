@@ -47,6 +47,9 @@ class Numerics:
     schedule: str = "static"
 
     def __post_init__(self) -> None:
+        for name in ("deterministic", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.activations not in ("nvfp4", "bf16"):
             raise ValueError(f"activations must be 'nvfp4' or 'bf16', got {self.activations!r}")
         if self.activation_scale not in ("per_token", "static", "per_tensor"):

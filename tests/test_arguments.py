@@ -160,6 +160,8 @@ def test_quantised_tensors_that_nobody_can_read() -> None:
     [
         ("shared", 3, "shared must be callable, got 3"),
         ("workspace", 4096, "workspace must be a Workspace or None, got 4096"),
+        ("deterministic", None, "deterministic must be True or False, got None"),
+        ("batch_invariant", 3, "batch_invariant must be True or False, got 3"),
         ("router_weight", [1.0], "router_weight must be a dense torch.Tensor, got list"),
         ("cfg", None, "needs a MoEConfig and ExpertWeights, got NoneType and ExpertWeights"),
         ("weights", "w", "needs a MoEConfig and ExpertWeights, got MoEConfig and str"),
