@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels import exchange_ops
 from cute_kernels.exchange_ops import Source, Views
+from cute_kernels.gemm_ops import without_launches
 from cute_kernels.nvfp4 import DecodeTables, Nvfp4Tensor, decode_tables
 from moe.exchange import (
     Senders,
@@ -180,6 +182,22 @@ class ExchangeCall:
     def warmup(self, max_tokens: int) -> None:
         """Compile what this rank runs for up to ``max_tokens`` tokens; nothing is exchanged."""
         self.local.warmup(self._alone, max_tokens, self.worst(max_tokens).computed)
+        if self.local.on_kernels:
+            with without_launches():
+                self._warm_places(max_tokens)
+
+    def _warm_places(self, max_tokens: int) -> None:
+        """Every kernel that books: which one follows from the tokens, those of one CTA and of
+        several, from whether places may be too few, and from the dtype of ids."""
+        top_k, device = self.local.cfg.top_k, self.local.weights.device
+        overflow = torch.zeros(3, dtype=torch.int64, device=device)
+        many = exchange_ops.ONE_CTA_TOKENS + 1
+        for count in (2, many) if max_tokens >= many else (2,):
+            rooms = ((1, 1), (count, count * top_k)) if self.mode.capacity else (None,)
+            for dtype in (torch.int32, torch.int64):
+                ids = torch.full((count, top_k), -1, dtype=dtype, device=device)
+                for room in rooms:
+                    self.steps.book(ids, room, overflow)
 
     def _alone(self, x: Tensor, ids: Tensor, mix: Tensor, shared: Tensor | None) -> Tensor:
         """A call without its collectives, whose tokens have no expert on any rank."""
@@ -187,8 +205,7 @@ class ExchangeCall:
         source = self.local.source(x, ids, mix, lambda amax: amax)
         overflow = torch.zeros(3, dtype=torch.int64, device=x.device)
         fixed = self.mode.capacity is not None
-        for room in ((1, 1), (count, count * slots)) if fixed else (None,):
-            booking = self.steps.book(ids, room, overflow)
+        booking = self.steps.book(ids, (count, count * slots) if fixed else None, overflow)
         rows = x.new_empty((ranks * count, self.wire.row_bytes), dtype=torch.uint8)
         self.steps.send(source, booking, mix, rows, count if fixed else 0)
         rows = rows[:count].fill_(255)  # ids -1

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cute_kernels import compile as compiler
+from cute_kernels import exchange_ops, gemm_ops
 from moe import (
     Capacity,
     Exchange,
@@ -295,3 +296,26 @@ def test_the_kernels_compute_what_they_receive(warm: bool, tmp_path: Path) -> No
         assert 0 < want.abs().amax() < 64
         error = (ranks[rank]["summed"].float() - want).abs()
         assert (error <= 2.0**-6 * want.abs().amax()).all()
+
+
+@pytest.mark.skipif(not compiler.simulated(), reason="the simulator needs the DSL and a C compiler")
+@pytest.mark.parametrize("mode", [Exchange(), Exchange(capacity=Capacity(4, 6))], ids=str)
+def test_after_a_warm_up_no_routing_compiles_a_kernel(
+    mode: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """int32 and int64 ids, of one CTA and of several, in places that suffice and that may not."""
+    monkeypatch.setattr(exchange_ops, "ONE_CTA_TOKENS", 3)
+    fake = ExpertParallel.__new__(ExpertParallel)
+    fake.size, fake.num_experts, fake.rank = 2, 4, 0
+    local = dispatch.LocalExperts(*small_local(), Numerics(), "sim")
+    call = dispatch.ExchangeCall(fake, 1, local, mode)
+    compiler.clear_memory()
+    call.warmup(7)
+    before, overflow = compiler.stats(), torch.zeros(3, dtype=torch.int64)
+    with gemm_ops.without_launches():
+        for count in range(1, 8):
+            for dtype in (torch.int32, torch.int64):
+                ids = torch.zeros((count, 2), dtype=dtype)
+                for room in ((4, 6), (7, 14)) if mode.capacity else (None,):
+                    call.steps.book(ids, room, overflow)
+    assert compiler.stats() == before
