@@ -30,6 +30,7 @@ from moe.layer_checks import (
     check_helpers,
     check_max_tokens,
     check_router,
+    check_router_device,
     check_scale,
     check_shared,
     check_tensor,
@@ -121,7 +122,7 @@ class MoE(nn.Module):
         with contextlib.nullcontext() if parallel is None else parallel.call("construction"):
             check_weights(cfg, weights)
             router = (router_weight, router_bias, selection_bias, tid2eid)
-            check_router(cfg, router, weights.device)
+            check_router(cfg, router)
             check_helpers(shared, workspace)
             self.cfg = cfg
             orders = (batch_invariant, deterministic, schedule)
@@ -273,8 +274,9 @@ class MoE(nn.Module):
 
     def _route(self, x: Tensor, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """topk_ids and topk_weights (T, top_k), times the routed factor."""
-        choose = self._router or partial(route_tokens, cfg=self.cfg)
-        return choose(x, self._router_tensors(), input_ids)
+        choose, router = self._router or partial(route_tokens, cfg=self.cfg), self._router_tensors()
+        check_router_device(router, x.device)
+        return choose(x, router, input_ids)
 
     def _router_tensors(self) -> tuple[Tensor | None, ...]:
         return self.router_weight, self.router_bias, self.selection_bias, self.tid2eid

@@ -132,13 +132,21 @@ def check_helpers(shared: object, workspace: object) -> None:
         raise TypeError(f"workspace must be a Workspace or None, got {workspace!r}")
 
 
-def check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...], device: torch.device) -> None:
-    """``tensors``: one for each of `ROUTER_FIELDS`, on the ``device`` of the weights."""
+def check_router_device(tensors: tuple[Tensor | None, ...], device: torch.device) -> None:
+    """Of a call: a router may be made elsewhere and moved with its layer."""
+    for name, tensor in zip(ROUTER_FIELDS, tensors):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, the tokens are on {device}: move the layer, "
+                "layer.to(device)"
+            )
+
+
+def check_router(cfg: MoEConfig, tensors: tuple[Tensor | None, ...]) -> None:
+    """``tensors``: one for each of `ROUTER_FIELDS`."""
     for name, tensor in zip(ROUTER_FIELDS, tensors):
         if tensor is not None:
             check_tensor(tensor, name)
-            if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}")
     shapes = ((cfg.num_experts, cfg.hidden), (cfg.num_experts,), (cfg.num_experts,))
     for name, tensor, shape in zip(ROUTER_FIELDS, tensors, shapes):
         if tensor is not None and tuple(tensor.shape) != shape:

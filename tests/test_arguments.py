@@ -175,11 +175,19 @@ def test_a_layer_of_other_things(name: str, value: Any, match: str) -> None:
         MoE(**given | {name: value})
 
 
-def test_a_router_on_another_device() -> None:
-    layer = routed()
-    for name, tensor in (("router_weight", layer.router_weight), ("router_bias", torch.ones(E))):
-        with pytest.raises(ValueError, match=f"{name} is on meta, the weights are on cpu"):
-            MoE(layer.cfg, layer.weights, **{name: tensor.to("meta")})
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_router_on_another_device(backend: str) -> None:
+    """It may move with the layer; a call says what is where, and routing by the caller needs
+    none."""
+    given = {"router_weight": torch.randn(E, H), "router_bias": torch.ones(E)}
+    like, x = routed(backend=backend), tokens(3)
+    for name in given:
+        elsewhere = given | {name: given[name].to("meta")}
+        layer = MoE(like.cfg, like.weights, backend=backend, **elsewhere)
+        for call in (layer, layer.calibrate):
+            with pytest.raises(ValueError, match=f"{name} is on meta, the tokens are on cpu"):
+                call(x)
+        assert same_bits(layer.experts(x, *routing(3)), like.experts(x, *routing(3)))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
