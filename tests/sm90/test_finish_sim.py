@@ -34,6 +34,8 @@ SMALL = dataclasses.replace(configs.PREFILL, token_sizes=(16, 64), epilogue_toke
 PAIR = dataclasses.replace(SMALL, name="pair", warpgroups=1)
 CONFIGS = {"prefill": SMALL, "middle": configs.MIDDLE, "pair": PAIR}
 TRIO = dataclasses.replace(configs.TRIO, token_sizes=(8, 48))
+# as many tokens are staged at a time as several stores of each thread take
+PASSES = dataclasses.replace(SMALL, name="passes", token_sizes=(16, 96), epilogue_tokens=64)
 NAN = float("nan")
 ACTIVATIONS: dict[str, Activation | None] = {"store": None, "gated": Sum(), "relu2": ReLU2()}
 EXPERT, EXPERTS, ROW0 = 1, 3, 5
@@ -170,11 +172,11 @@ def hard_values(i: Inputs) -> Inputs:
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-@pytest.mark.parametrize("config", [*CONFIGS, "trio"])
+@pytest.mark.parametrize("config", [*CONFIGS, "trio", "passes"])
 def test_rounded_to_the_bytes_of_the_quantiser(config: str, name: str) -> None:
     """Whole tiles, tiles that end inside, and weight rows that end inside a tile; values of every
     kind, outer scales of every kind."""
-    c, activation = (CONFIGS | {"trio": TRIO})[config], ACTIVATIONS[name]
+    c, activation = (CONFIGS | {"trio": TRIO, "passes": PASSES})[config], ACTIVATIONS[name]
     seen = []
     for rows, kind, outer in ((0, "", 0.02), (96, "scaled", 1.0), (32, "", 1e-38), (0, "", NAN)):
         i = hard_values(make(c, 128 * c.row_tiles - rows, kind))
