@@ -319,3 +319,28 @@ def test_after_a_warm_up_no_routing_compiles_a_kernel(
                 for room in ((4, 6), (7, 14)) if mode.capacity else (None,):
                     call.steps.book(ids, room, overflow)
     assert compiler.stats() == before
+
+
+@pytest.mark.skipif(not compiler.simulated(), reason="the simulator needs the DSL and a C compiler")
+@pytest.mark.parametrize("mode", [Exchange(), Exchange(capacity=Capacity(4, 6))], ids=str)
+@pytest.mark.parametrize("experts", [2, 0])
+def test_after_a_warm_up_no_tokens_compile_a_kernel(experts: int, mode: Exchange) -> None:
+    """Of every dtype; a rank without experts sends and combines like the others."""
+    fake = ExpertParallel.__new__(ExpertParallel)
+    fake.size, fake.num_experts, fake.rank = 3, 4, 2
+    cfg, weights = small_local()
+    weights = weights.select(4 - experts, 4)
+    call = dispatch.ExchangeCall(
+        fake, 1, dispatch.LocalExperts(cfg, weights, Numerics(), "sim"), mode
+    )
+    compiler.clear_memory()
+    cold = compiler.stats()
+    call.warmup(5)
+    before = compiler.stats()
+    assert before != cold
+    with gemm_ops.without_launches():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, ids = torch.zeros((3, 64), dtype=dtype), torch.zeros((3, 2), dtype=torch.int32)
+            for shared in (None, x):
+                call._alone(x, ids, torch.ones(3, 2), shared)
+    assert compiler.stats() == before
