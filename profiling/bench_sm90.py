@@ -219,7 +219,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m profiling.bench_sm90",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cases", nargs="+", default=[c.name for c in SHARE], choices=list(CASES))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
