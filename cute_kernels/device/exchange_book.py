@@ -23,14 +23,14 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.compile import Ptr
 from cute_kernels.device import ptx
+from cute_kernels.device.routing import WARP, WarpRuns
 from cute_kernels.device.scheduler import inclusive_sum
 
-WARP = 32
 SHARED_BYTES = 200 * 1024  # of a CTA: two counters for each rank and warp, and four for each rank
 
 
 @dataclasses.dataclass(frozen=True)
-class _Places:
+class _Places(WarpRuns):
     """What both kernels share.
 
     num_experts  of all ranks
@@ -51,27 +51,8 @@ class _Places:
         return max(1, min(32, SHARED_BYTES // (8 * self.ranks) - 2))
 
     @property
-    def threads(self) -> int:
-        return self.warps * WARP
-
-    @property
     def counters(self) -> int:
         return 2 * self.ranks
-
-    @property
-    def ids_argument(self) -> Ptr:
-        return Ptr(self.ids, 4 if self.ids == "Int32" else 8)
-
-    def shared(self, size):
-        return cute.make_tensor(
-            cute.arch.alloc_smem(Int32, size, alignment=16), cute.make_layout(size)
-        )
-
-    def run_of_warp(self, tokens, ctas, cta, tid):
-        """(first, end) of the tokens of this warp."""
-        per_warp = (tokens + (ctas * self.threads - 1)) // (ctas * self.threads) * WARP
-        begin = (cta * self.warps + tid // WARP) * per_warp
-        return begin, cutlass.min(begin + per_warp, tokens)
 
     def load_slots(self, topk_ids, token, stop):
         """(expert, rank) of each slot of a token; -1 and W where there is no expert, and from

@@ -28,8 +28,32 @@ BATCH = 4  # groups of 32 pairs whose loads a warp has in flight
 SHARED_BYTES = 224 * 1024  # of a CTA: a row of counters per warp, and two more per CTA
 
 
+class WarpRuns:
+    """Kernels over ids, whose warps each take a contiguous run of the items; a subclass has ``ids``
+    ('Int32' or 'Int64') and ``warps`` of a CTA."""
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def ids_argument(self) -> Ptr:
+        return Ptr(self.ids, 4 if self.ids == "Int32" else 8)
+
+    def shared(self, size):
+        return cute.make_tensor(
+            cute.arch.alloc_smem(Int32, size, alignment=16), cute.make_layout(size)
+        )
+
+    def run_of_warp(self, items, ctas, cta, tid):
+        """(first, end) of the items of this warp."""
+        per_warp = (items + (ctas * self.threads - 1)) // (ctas * self.threads) * WARP
+        begin = (cta * self.warps + tid // WARP) * per_warp
+        return begin, cutlass.min(begin + per_warp, items)
+
+
 @dataclasses.dataclass(frozen=True)
-class Routes:
+class Routes(WarpRuns):
     """What both kernels share.
 
     num_experts  local experts E
@@ -47,25 +71,6 @@ class Routes:
     @property
     def warps(self) -> int:
         return max(1, min(32, SHARED_BYTES // (4 * self.num_experts) - 2))
-
-    @property
-    def threads(self) -> int:
-        return self.warps * WARP
-
-    @property
-    def ids_argument(self) -> Ptr:
-        return Ptr(self.ids, 4 if self.ids == "Int32" else 8)
-
-    def shared(self, size):
-        return cute.make_tensor(
-            cute.arch.alloc_smem(Int32, size, alignment=16), cute.make_layout(size)
-        )
-
-    def run_of_warp(self, pairs, ctas, cta, tid):
-        """(first, end) of the pairs of this warp."""
-        per_warp = (pairs + (ctas * self.threads - 1)) // (ctas * self.threads) * WARP
-        begin = (cta * self.warps + tid // WARP) * per_warp
-        return begin, cutlass.min(begin + per_warp, pairs)
 
     def load_experts(self, inputs, base, stop):
         """Local experts of the pairs base + 0, 32, 64, ..: -1 without a row and from ``stop`` on.
