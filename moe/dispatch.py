@@ -384,7 +384,7 @@ class ReducedCall:
             rows = batch.ids.numel()
             scratch = allocate(local.buffers(rows), device, self.workspace)
             tokens = local.stage(batch.x, batch.ids, batch.weights, lambda amax: amax)
-            plan = local.plan(batch.ids.contiguous(), batch.weights, rows)
+            plan = local.plan(batch.ids, batch.weights, rows)
             o = local.rows(tokens, plan, scratch)
             factors = None if local.cfg.weight_on_input else batch.weights
             y = torch.zeros((batch.ids.shape[0], local.cfg.hidden), device=device)

@@ -227,8 +227,7 @@ def route_rows(
 ) -> RoutingPlan:
     """Rows of the local experts, in the first of `scratch_buffers`."""
     local = (experts.first_expert, experts.num_experts)
-    ids = topk_ids.contiguous()  # another kernel reads ids apart: a warm-up knows of none
-    plan = ops.sort_routes(ids, mix, cfg.num_experts, *local, out=out, counter=counter)
+    plan = ops.sort_routes(topk_ids, mix, cfg.num_experts, *local, out=out, counter=counter)
     return RoutingPlan(*plan, counter)
 
 

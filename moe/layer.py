@@ -369,6 +369,7 @@ class MoE(nn.Module):
                 "activation_scale='static' needs a scale of x: the weights have no gx (a "
                 "checkpoint's input_scale); call calibrate(x) first or choose 'per_token'"
             )
+        ids = ids.contiguous()  # another kernel sorts ids apart: a warm-up knows of none
         if self.parallel is not None:
             self.parallel.check_tokens(x.shape[0])
             call = self._call(self.parallel)
