@@ -31,7 +31,6 @@ class Sm90Config:
     burst       k16 steps of wgmma issued back to back (1 or 4). A wgmma holds its warp until its
                 registers are read: 1 decodes in between, 4 lets the other warpgroup decode
                 meanwhile
-    box_rows    routed rows of one TMA box
     epilogue_tokens  tokens (128 bytes each) a warpgroup stages at a time on their way to global
                      memory; without split_k
     """
@@ -47,7 +46,6 @@ class Sm90Config:
     warp_tokens: int = 0
     burst: int = 1
     epilogue_tokens: int = 128
-    box_rows: int = 8
 
     def __post_init__(self) -> None:
         sizes = self.token_sizes
@@ -59,10 +57,6 @@ class Sm90Config:
             )
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups is 1 or 2, got {self.warpgroups}")
-        if self.max_tokens % self.box_rows or self.box_rows % 8:
-            raise ValueError(
-                f"box_rows {self.box_rows} must divide {self.max_tokens} and be a multiple of 8"
-            )
         if not self.split_k and self.epilogue_tokens < 16 * self.blocks64:
             raise ValueError(
                 f"epilogue_tokens {self.epilogue_tokens} hold no eight tokens of {self.blocks64} x "
@@ -141,9 +135,9 @@ TRIO = Sm90Config(
 )
 DUO = Sm90Config(
     "duo", 1, tuple(range(16, 161, 16)), 1, 4, 2,
-    warpgroups=1, burst=4, epilogue_tokens=96, box_rows=16,
+    warpgroups=1, burst=4, epilogue_tokens=96,
 )  # fmt: skip
-PREFILL = Sm90Config("prefill", 1, tuple(range(16, 257, 16)), 1, 5, 1, burst=4, box_rows=32)
+PREFILL = Sm90Config("prefill", 1, tuple(range(16, 257, 16)), 1, 5, 1, burst=4)
 
 
 CONFIGS = (DECODE, MIDDLE, TRIO, DUO, PREFILL)

@@ -63,7 +63,7 @@ class Args(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of one CTA: tensors and mbarriers."""
 
-    rows: Any  # bf16 (box_rows, 64, box) swizzled
+    rows: Any  # bf16 (max_tokens, 64, slab of all stages) swizzled
     codes: Any  # uint32 (4, 128, block)
     scales: Any  # uint32 (2, 32, block)
     tiles: Any  # int32 (TILE_WORDS, TILE_SLOTS)
@@ -100,8 +100,7 @@ class Sm90GroupedGemm:
                     smallest of token_sizes that holds the tile: a run-time choice between inlined
                     main loops.
     Stage           row_tiles x stage_k64 x 4608 bytes of weights (one bulk copy per row tile) and
-                    max_tokens x 64 bf16 per k64 (TMA boxes of box_rows rows; only those that hold
-                    real rows are loaded)
+                    max_tokens x 64 bf16 per k64, of which those of the token size are loaded
     Pipelines       ab_full[stage]: 1 arrival (producer, with the bytes) and those of the load's
                     warps; ab_empty[stage]: every consumer thread; tile_full[slot]: 1 (producer);
                     tile_empty[slot]: one per consumer warp and per warp of the load
@@ -152,11 +151,8 @@ class Sm90GroupedGemm:
 
     @cute.jit
     def __call__(self, args: Any, epilogue_args: Any, stream: Any):
-        tma, tX = None, None
-        if cutlass.const_expr(self.load.warps == 0):
-            tma, tX = self.load.make_tma(self, args)
         self.kernel.set_name_prefix(self.name)
-        self.kernel(tma, tX, args, epilogue_args).launch(
+        self.kernel(self.load.make_tma(self, args), args, epilogue_args).launch(
             grid=[args.ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=self.config.ctas_per_sm,
@@ -167,15 +163,21 @@ class Sm90GroupedGemm:
         if cutlass.const_expr(self.config.split_k):
             Combine(self.epilogue).launch(args, epilogue_args, self.name + "_combine", stream)
 
-    def rows_layout(self) -> cute.ComposedLayout:
-        """(box_rows, 64, boxes of all stages); a box is box_rows x 128 bytes, 128-byte swizzle."""
-        c = self.config
-        boxes = c.num_stages * c.stage_k64 * (c.max_tokens // c.box_rows)
+    def rows_layout(self, *shape: int) -> cute.ComposedLayout:
+        """(rows, 64[, slab]) of routed rows: 128 bytes each, 128-byte swizzle."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        return cute.tile_to_shape(atom, (c.box_rows, layout.BLOCK_K, boxes), order=(0, 1, 2))
+        shape = (shape[0], layout.BLOCK_K, *shape[1:])
+        return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+    def slabs(self, shared: Any, size: int) -> cute.Tensor:
+        """The first ``size`` rows of every slab: (size, 64, slab)."""
+        c = self.config
+        shape = (size, layout.BLOCK_K, c.num_stages * c.stage_k64)
+        stride = (layout.BLOCK_K, 1, c.max_tokens * layout.BLOCK_K)
+        return cute.make_tensor(shared.rows.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.kernel
-    def kernel(self, tma: cute.CopyAtom, tX: cute.Tensor, args: Any, epilogue_args: Any):
+    def kernel(self, tma: Any, args: Any, epilogue_args: Any):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self._allocate()
@@ -195,7 +197,7 @@ class Sm90GroupedGemm:
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == self.consumer_warps:
-                self.produce(tma, tX, args, geometry, shared)
+                self.produce(tma, args, geometry, shared)
             elif warp <= self.consumer_warps + self.load.warps:
                 self.load.run(self, args, geometry, shared)
         else:
@@ -205,7 +207,7 @@ class Sm90GroupedGemm:
     def _allocate(self) -> Shared:
         c = self.config
         smem = cutlass.memory.SmemAllocator()
-        rows_layout = self.rows_layout()
+        rows_layout = self.rows_layout(c.max_tokens, c.num_stages * c.stage_k64)
         rows = smem.allocate_tensor(BFloat16, rows_layout.outer, 1024, rows_layout.inner)
         blocks = c.num_stages * c.weight_stage_bytes // layout.BLOCK_BYTES
         weights = smem.allocate_tensor(Uint32, cute.make_layout(blocks * WORDS), 128)
@@ -250,7 +252,7 @@ class Sm90GroupedGemm:
     # ---- producer
 
     @cute.jit
-    def produce(self, tma: cute.CopyAtom, tX: cute.Tensor, args: Any, geometry: Any, shared: Any):
+    def produce(self, tma: Any, args: Any, geometry: Any, shared: Any):
         """One warp: finds tiles, announces them, loads their stages."""
         lane = cute.arch.lane_idx()
         offsets = args.offsets.toint()
@@ -279,7 +281,13 @@ class Sm90GroupedGemm:
                     following = args.ctas + cute.arch.atomic_add(
                         args.counters.llvm_ptr, Int32(1), sem="relaxed", scope="gpu"
                     )
-                stage, phase = self.load_stages(tma, tX, args, geometry, shared, tile, stage, phase)
+                low = 0
+                for i, size in enumerate(self.load.sizes(self.config)):
+                    if tile.n > low and tile.n <= size:
+                        stage, phase = self.load_stages(
+                            size, tma[i], args, geometry, shared, tile, (stage, phase)
+                        )
+                    low = size
                 unit = cute.arch.shuffle_sync(following, 0)
         allow_next_kernel()
         if lane == 0:  # the last CTA to stop leaves the counters as it found them
@@ -293,16 +301,17 @@ class Sm90GroupedGemm:
     @cute.jit
     def load_stages(
         self,
-        tma: cute.CopyAtom,
-        tX: cute.Tensor,
+        size: cutlass.Constexpr,
+        tma: Any,
         args: Any,
         geometry: Any,
         shared: Any,
         tile: Any,
-        stage: Int32,
-        phase: Int32,
+        state: tuple[Int32, Int32],
     ):
+        """The stages of one tile, whose token size is ``size``. Returns (stage, phase)."""
         c = self.config
+        stage, phase = state
         run = c.stage_k64 * 2 * layout.BLOCK_BYTES  # bytes of a 128-row tile in a stage
         tile_bytes = Int64(geometry.k64) * (2 * layout.BLOCK_BYTES)
         first, steps = self._steps(args, geometry, tile.chunk)
@@ -311,8 +320,8 @@ class Sm90GroupedGemm:
             tile.m * c.row_tiles + 1, geometry.tiles128 - 1
         )  # past the end: any rows will do
         sources = [source + tile.m * c.row_tiles * tile_bytes, source + second * tile_bytes]
-        expected = self.load.stage_bytes(self, tile) + c.row_tiles * run
-        copy = self.load.copy_fn(self, tma, tX, shared, tile)
+        expected = self.load.stage_bytes(c, size) + c.row_tiles * run
+        copy = self.load.copy_fn(self, size, tma, shared, tile)
         weights = Int32(shared.codes.iterator.toint())
         for k64 in cutlass.range(first * 2, (first + steps) * 2, c.stage_k64, unroll=1):
             full = shared.ab_full + stage
@@ -410,14 +419,7 @@ class Sm90GroupedGemm:
             warpgroup.OperandSource.RMEM,
         )
         thread, half = tidx % 128, cute.arch.make_warp_uniform(tidx // 128)
-        slabs = c.num_stages * c.stage_k64
-        sB = cute.make_tensor(
-            shared.rows.iterator,
-            cute.make_layout(
-                (n, layout.BLOCK_K, slabs),
-                stride=(layout.BLOCK_K, 1, c.max_tokens * layout.BLOCK_K),
-            ),
-        )
+        sB = self.slabs(shared, n)
         tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))  # (MMA, MMA_N, MMA_K, slab)
         accs = [
             cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)

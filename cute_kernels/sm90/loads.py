@@ -1,11 +1,12 @@
 """Where routed rows come from. A load is a frozen dataclass (its repr is part of the kernel's key).
 
-make_tma(gemm, args) -> (atom, tensor) or None     host side of the trace
-stage_bytes(gemm, tile) -> Int32                   bytes of a stage that the weights' warp expects
-copy_fn(gemm, tma, tensor, shared, tile)
-    -> copy(k64, stage, barrier)                   device: called by the weights' warp
-run(gemm, args, geometry, shared)                  device: the other ``warps`` load warps
-arrivals                                           on ab_full, besides that of the weights' warp
+sizes(config)                       token sizes for which the weights' warp has loops of their own
+make_tma(gemm, args)                host side of the trace: (atom, tensor) of each size
+stage_bytes(config, size)           bytes of rows that the weights' warp expects in a stage
+copy_fn(gemm, size, tma, shared, tile)
+    -> copy(k64, stage, barrier)    device: called by the weights' warp
+run(gemm, args, geometry, shared)   device: the other ``warps`` load warps
+arrivals                            on ab_full, besides that of the weights' warp
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ CHUNKS = ROW_BYTES // 16
 
 @dataclasses.dataclass(frozen=True)
 class ContiguousRows:
-    """Expert-major rows x (R, K): TMA boxes of ``box_rows`` rows, those that hold real rows."""
+    """Expert-major rows x (R, K) by TMA. Every token size has a box of its own, so that the rows of
+    64 k are one instruction: with boxes of 16 rows, a loop over them kept the warp that issues
+    them busy for longer than the tensor cores took."""
 
     warps = 0
     arrivals = 0
@@ -38,45 +41,39 @@ class ContiguousRows:
     def row_token(self) -> None:
         return None
 
-    def make_tma(self, gemm: Any, args: Any) -> tuple[Any, Any]:
+    def sizes(self, config: Any) -> tuple[int, ...]:
+        return config.token_sizes
+
+    def make_tma(self, gemm: Any, args: Any) -> list[tuple[Any, Any]]:
         k = cute.assume(args.k, divby=8)
         mX = cute.make_tensor(args.x, cute.make_layout((args.num_rows, k), stride=(k, 1)))
-        box = cute.slice_(gemm.rows_layout(), (None, None, 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(op, mX, box, (gemm.config.box_rows, layout.BLOCK_K))
+        return [
+            cpasync.make_tiled_tma_atom(op, mX, gemm.rows_layout(n), (n, layout.BLOCK_K))
+            for n in self.sizes(gemm.config)
+        ]
 
-    def boxes(self, gemm: Any, tile: Any) -> Int32:
-        return (tile.n + (gemm.config.box_rows - 1)) // gemm.config.box_rows
+    def stage_bytes(self, config: Any, size: int) -> int:
+        """A box counts in full, rows and k past the end of x included (zeros)."""
+        return size * ROW_BYTES * config.stage_k64
 
-    def stage_bytes(self, gemm: Any, tile: Any) -> Int32:
+    def copy_fn(self, gemm: Any, size: int, tma: Any, shared: Any, tile: Any) -> Any:
         c = gemm.config
-        return self.boxes(gemm, tile) * (c.box_rows * ROW_BYTES * c.stage_k64)
-
-    def copy_fn(self, gemm: Any, tma: Any, tX: Any, shared: Any, tile: Any) -> Any:
-        c = gemm.config
-        per_slab = c.max_tokens // c.box_rows
-        gX = cute.local_tile(
-            cute.domain_offset((tile.row0, 0), tX), (c.box_rows, layout.BLOCK_K), (None, None)
-        )
+        atom, tX = tma
+        box = (size, layout.BLOCK_K)
+        gX = cute.local_tile(cute.domain_offset((tile.row0, 0), tX), box, (0, None))
         sX, gX = cpasync.tma_partition(
-            tma,
+            atom,
             0,
             cute.make_layout(1),
-            cute.group_modes(shared.rows, 0, 2),
+            cute.group_modes(gemm.slabs(shared, size), 0, 2),
             cute.group_modes(gX, 0, 2),
         )
-        boxes = self.boxes(gemm, tile)
 
-        @cute.jit
         def copy(k64: Int32, stage: Int32, barrier: Any):
-            for s in cutlass.range_constexpr(c.stage_k64):
-                for b in cutlass.range(boxes, unroll=1):
-                    cute.copy(
-                        tma,
-                        gX[None, b, k64 + s],
-                        sX[None, (stage * c.stage_k64 + s) * per_slab + b],
-                        tma_bar_ptr=barrier,
-                    )
+            for s in range(c.stage_k64):
+                slab = sX[None, stage * c.stage_k64 + s]
+                cute.copy(atom, gX[None, k64 + s], slab, tma_bar_ptr=barrier)
 
         return copy
 
@@ -109,13 +106,16 @@ class GatheredRows:
     def row_token(self) -> Ptr:
         return Ptr("Int32", 4)
 
-    def make_tma(self, gemm: Any, args: Any) -> None:
-        return None
+    def sizes(self, config: Any) -> tuple[int, ...]:
+        return (config.max_tokens,)  # weights alone: one loop serves all
 
-    def stage_bytes(self, gemm: Any, tile: Any) -> Int32:
-        return Int32(0)
+    def make_tma(self, gemm: Any, args: Any) -> list[None]:
+        return [None]
 
-    def copy_fn(self, gemm: Any, tma: Any, tX: Any, shared: Any, tile: Any) -> Any:
+    def stage_bytes(self, config: Any, size: int) -> int:
+        return 0
+
+    def copy_fn(self, gemm: Any, size: int, tma: Any, shared: Any, tile: Any) -> Any:
         def copy(k64: Int32, stage: Int32, barrier: Any):
             pass
 

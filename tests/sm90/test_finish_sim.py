@@ -30,7 +30,7 @@ class Sum(Activation):
         return gate + up * 2.0
 
 
-SMALL = dataclasses.replace(configs.PREFILL, token_sizes=(16, 64), epilogue_tokens=32, box_rows=16)
+SMALL = dataclasses.replace(configs.PREFILL, token_sizes=(16, 64), epilogue_tokens=32)
 PAIR = dataclasses.replace(SMALL, name="pair", warpgroups=1)
 CONFIGS = {"prefill": SMALL, "middle": configs.MIDDLE, "pair": PAIR}
 TRIO = dataclasses.replace(configs.TRIO, token_sizes=(8, 48))
