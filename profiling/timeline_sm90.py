@@ -124,30 +124,17 @@ def flatten(spans: list[Span]) -> list[Span]:
 
 def launch(rows: int, experts: int, n: int, k: int) -> None:
     """One call of the marked kernel on random data, after one that warms up."""
-    from cute_kernels import compile as compiler
-    from cute_kernels.sm90 import host
-    from cute_kernels.sm90.config import choose_config, chunk_steps
+    from cute_kernels.sm90.config import choose_config
     from cute_kernels.sm90.epilogues import StoreRows
-    from profiling.bench_sm90 import Case, offsets_of, random_counts, random_weight
+    from profiling.bench_sm90 import Case, Inputs, launches, random_weight
     from profiling.marked_sm90 import MarkedGemm, MarkedRows
 
-    config = choose_config(rows, experts)
-    weight = random_weight(Case("timeline", k, n, experts), gated=False)
-    x = torch.randn(rows, k, device="cuda").bfloat16()
-    counts = random_counts(rows, experts, torch.Generator().manual_seed(0))
-    offsets = offsets_of(counts).cuda()
-    out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-    sizes = host.scratch_sizes(n, k, rows, config)
-    scratch = host.Sm90Scratch.for_calls("cuda", *sizes)
-    kernel = compiler.load(MarkedGemm(MarkedRows(), StoreRows(), config), host.ARCH)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    pointers = (weight.blob, x, out, offsets, scratch.counters, scratch.partial)
+    case = Case("timeline", k, n, experts)
+    gemm = MarkedGemm(MarkedRows(), StoreRows(), choose_config(rows, experts))
+    inputs = Inputs.make(case, rows)
+    run = launches(gemm, case, inputs, random_weight(case, gated=False))[0]
     for _ in range(2):
-        kernel(
-            *(t.data_ptr() for t in pointers), experts, rows, k, n, chunk_steps(k, config),
-            sms * config.ctas_per_sm, weight.alpha.data_ptr(),
-            torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
+        out: Any = run()
     torch.cuda.synchronize()
     assert bool(torch.isfinite(out).all())
 
