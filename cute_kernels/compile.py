@@ -392,6 +392,8 @@ def _build(kernel: Any, arch: str, disk: DiskCache, name: str) -> Launcher:
 
     _load_runtime()
     with tempfile.TemporaryDirectory(prefix="nvfp4-megamoe-") as scratch:
+        if _state.simulated:  # else the DSL takes this for a cross compile, which cannot be run
+            _dsl().envar.arch = arch
         options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {shlex.quote(scratch)}"
         function = cute.compile(
             kernel, *_examples(kernel.arguments), _fake_stream(), options=options

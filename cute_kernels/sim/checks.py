@@ -31,6 +31,7 @@ class Checks:
     mbarrier: bool = True  # re-initialisation, transaction and arrival overflow, missed phases
     tmem_pending_load: bool = True  # TMEM overwritten or released under an unfinished tcgen05.ld
     tmem_race: bool = True  # TMEM accessed while an asynchronous operation may be writing it
+    wgmma_registers: bool = True  # registers of a wgmma changed in flight or without wgmma.fence
     tmem_leak: bool = True  # columns still allocated when the CTA ends
     scale_duplication: bool = True  # scale factors that differ between the four lane partitions
     tensormap_fence: bool = True  # a tensor map changed on the device and used without its fence
@@ -137,6 +138,11 @@ class TmemRace(TmemError):
 
 class ScaleFactorError(TmemError):
     """Scale factors not duplicated over the four lane partitions of TMEM, or missing."""
+
+
+class RegisterRace(SimError):
+    """Registers of a wgmma in flight used or changed, changed without a wgmma.fence, or never
+    waited for."""
 
 
 class TensorMapError(SimError):

@@ -198,6 +198,11 @@ class CompiledWarp:
 
     # ---- operands, for handlers
 
+    @property
+    def register_rows(self) -> np.ndarray:
+        """uint64 (registers and constants, 32): the row of a register is its id."""
+        return self.registers
+
     def read(self, operand: Any) -> np.ndarray:
         """(32,) uint64: a register, literal, or the address that `[base + offset]` denotes; (2,
         32) for b128."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from . import bulk, control, mma, sync, tcgen05, tensormap, tma, warp_mma
+from . import bulk, control, mma, sync, tcgen05, tensormap, tma, warp_mma, wgmma
 from .checks import UnsupportedInstruction
 
 Handler = Callable[..., Any]
@@ -22,13 +22,14 @@ TABLE: MappingProxyType[str, Handler] = MappingProxyType(
         **tcgen05.HANDLERS,
         **mma.HANDLERS,
         **warp_mma.HANDLERS,
+        **wgmma.HANDLERS,
     }
 )
 _BASES = frozenset(
     (
         "mbarrier", "bar", "barrier", "fence", "membar", "griddepcontrol", "clusterlaunchcontrol",
         "nanosleep", "setmaxnreg", "prefetch", "prefetchu", "applypriority", "discard",
-        "tensormap", "tcgen05", "mma",
+        "tensormap", "tcgen05", "mma", "wgmma",
     )
 )  # fmt: skip
 

@@ -16,9 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from . import report
+from . import report, wgmma
 from .asyncops import AsyncOps
-from .checks import BarrierError, Deadlock, FenceState, Livelock, SharedOverwrite, SimError
+from .checks import (
+    BarrierError,
+    Deadlock,
+    FenceState,
+    Livelock,
+    RegisterRace,
+    SharedOverwrite,
+    SimError,
+)
 from .clocks import Clock
 from .sync import ClusterBarrier
 from .tcgen05 import finish_loads
@@ -83,6 +91,7 @@ class WarpAgent:
     )  # instruction -> (mbarrier, generation)
     bulk: dict[int, Any] = field(default_factory=dict)  # lane -> bulk.BulkGroups
     copies: Any = None  # bulk.CopyGroups of cp.async
+    wgmma: Any = None  # wgmma.Warpgroup
     tmem_loads: list[Any] = field(
         default_factory=list
     )  # regions read by tcgen05.ld and not waited for
@@ -438,6 +447,8 @@ class Scheduler:
             cta.tmem.end(self.sim.checks)
             if self.sim.checks.bulk_exit:
                 self._check_bulk_reads(cta)
+            if self.sim.checks.wgmma_registers:
+                self._check_wgmma(cta)
         except SimError as error:
             raise error.at(warp, None) from None
         cluster = cta.cluster
@@ -453,6 +464,15 @@ class Scheduler:
         ctas = {id(c) for c in cluster.ctas}
         while any(id(op.origin[0].cta) in ctas for op in self.ops.pending()):
             self.complete_one()
+
+    def _check_wgmma(self, cta: Any) -> None:
+        for warp in cta.warps:
+            origin = wgmma.unfinished(warp)
+            if origin is not None:
+                raise RegisterRace(
+                    "the CTA ends with a wgmma that nobody waited for: wgmma.commit_group and "
+                    "wait_group are missing at the end"
+                ).at(warp, origin)
 
     def _check_bulk_reads(self, cta: Any) -> None:
         for warp in cta.warps:

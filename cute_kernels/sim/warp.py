@@ -216,6 +216,11 @@ class Warp:
 
     # ---- operands, for handlers
 
+    @property
+    def register_rows(self) -> np.ndarray:
+        """uint64 (registers, 32): the row of a register is its id."""
+        return self.regs.raw
+
     def read(self, operand: Any) -> np.ndarray:
         """(32,) uint64: a register, literal, or the address that `[base + offset]` denotes; (2, 32)
         for b128.

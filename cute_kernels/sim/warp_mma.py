@@ -30,17 +30,30 @@ _A_BYTES = (_ROW // 8 + _COLUMN // 16 * 2) * 128 + _ROW % 8 * 16 + _COLUMN % 16
 _B_BYTES = (_COLUMN[:, None] // 16) * 128 + np.arange(8) * 16 + _COLUMN[:, None] % 16
 
 
-def _pairs(warp: Any, operand: Any) -> np.ndarray:
+def _words(warp: Any, operand: Any) -> np.ndarray:
+    """uint32 (registers, 32 lanes)."""
+    return np.stack([np.asarray(warp.read(item)) for item in operand.items]).astype(np.uint32)
+
+
+def a_fragment(words: np.ndarray) -> np.ndarray:
+    """Four registers (4, 32 lanes) of bf16 pairs -> fp64 (16, 16)."""
+    a = np.empty((16, 16))
+    for i, pair in enumerate(_pairs(words)):
+        for j in range(2):
+            a[_G + 8 * (i % 2), 2 * _T + j + 8 * (i // 2)] = pair[:, j]
+    return a
+
+
+def _pairs(words: np.ndarray) -> np.ndarray:
     """fp64 (registers, 32 lanes, 2): bf16 pairs."""
-    words = np.stack([np.asarray(warp.read(item)) for item in operand.items]).astype(np.uint32)
+    words = words.astype(np.uint32)  # a row of a register file may have more bits
     halves = np.stack((words << np.uint32(16), words & np.uint32(0xFFFF0000)), -1)
     return halves.view(np.float32).astype(np.float64)
 
 
 def _bytes(warp: Any, operand: Any, kind: str, place: np.ndarray) -> np.ndarray:
     """int64 matrix of the bytes of type ``kind`` in the registers, byte place[r, c] at (r, c)."""
-    words = np.stack([np.asarray(warp.read(item)) for item in operand.items]).astype(np.uint32)
-    return words.view(_BYTES[kind]).reshape(-1)[place].astype(np.int64)
+    return _words(warp, operand).view(_BYTES[kind]).reshape(-1)[place].astype(np.int64)
 
 
 def warp_mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
@@ -54,11 +67,8 @@ def warp_mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
             f"{instr.opcode}: only m16n8k16 of bf16 and m16n8k32 of bytes are modelled"
         )
     d, a_regs, b_regs, c_regs = instr.operands
-    a, b = np.empty((16, 16)), np.empty((16, 8))
-    for i, pair in enumerate(_pairs(warp, a_regs)):
-        for j in range(2):
-            a[_G + 8 * (i % 2), 2 * _T + j + 8 * (i // 2)] = pair[:, j]
-    for i, pair in enumerate(_pairs(warp, b_regs)):
+    a, b = a_fragment(_words(warp, a_regs)), np.empty((16, 8))
+    for i, pair in enumerate(_pairs(_words(warp, b_regs))):
         for j in range(2):
             b[2 * _T + j + 8 * i, _G] = pair[:, j]
     with np.errstate(invalid="ignore", over="ignore"):

@@ -38,10 +38,12 @@ def launch(
     cluster: tuple[int, int, int] = (1, 1, 1),
     smem_bytes: int = 0,
     checks: Checks | None = None,
+    schedule: str = "lazy",
+    seed: int = 0,
 ) -> Any:
     """Run the only kernel of a PTX text; returns the LaunchResult."""
     (function,) = parse(text).entries()
-    simulator = sim.Simulator(core=needs(core), schedule="lazy", checks=checks)
+    simulator = sim.Simulator(seed=seed, schedule=schedule, core=needs(core), checks=checks)
     shape = SimpleNamespace(grid=grid, block=block, cluster=cluster, smem_bytes=smem_bytes)
     return simulator.run(function, params, shape)
 
