@@ -372,6 +372,18 @@ class Sm100GroupedGemm:
                 step += 1
             work = take(ring, count, c.cluster)
             count += 1
+        if cutlass.const_expr(c.cluster > 1):  # noqa: SIM102 (one is compile-time)
+            if warp == LOAD_WARP:
+                self.drain(bars, step)
+
+    @cute.jit
+    def drain(self, bars, step):
+        """Wait for the releases of all stages. They come from every pair of the cluster, and no
+        accumulator that is awaited here tells that those of the others have arrived: one that is
+        late would arrive in the shared memory of a CTA that has left."""
+        stages = self.config.stages
+        for i in cutlass.range(step, step + stages, unroll=1):
+            cute.arch.mbarrier_wait(bars + stages + i % stages, (i // stages & 1) ^ 1)
 
     # ---- MMA
 
