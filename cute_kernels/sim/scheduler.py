@@ -40,9 +40,9 @@ QUANTUM, HOST, EXITED, STALLED = 0, 1, 2, 3  # results of Warp.run
 class Policy:
     """Schedule by name ("lazy", "eager", "random") and seed.
 
-    `random` draws a temperament from the seed: how often asynchronous work goes first, and the
-    speed or the priority of each warp, so
-    that some seeds starve the copies and others starve a warp role.
+    `random` draws a temperament from the seed: how often asynchronous work goes first, the speed or
+    the priority of each warp, and which CTA of a cluster, if any, hears last of the commits of the
+    others (`far`), so that some seeds starve the copies, others a warp role or a CTA.
     """
 
     name: str = "lazy"
@@ -51,6 +51,7 @@ class Policy:
     rng: random.Random = field(init=False)
     eagerness: float = field(init=False)
     ranked: bool = field(init=False)
+    _far: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.name not in ("lazy", "eager", "random"):
@@ -58,6 +59,7 @@ class Policy:
         self.rng = random.Random(self.seed)
         self.eagerness = self.rng.choice((0.05, 0.3, 0.6, 0.95))
         self.ranked = self.rng.random() < 0.5
+        self._far = random.Random(~self.seed).randrange(16)
 
     @property
     def random(self) -> bool:
@@ -66,6 +68,10 @@ class Policy:
     def pieces(self, most: int) -> int:
         """Into how many parts a bulk copy splits (each completes on its own)."""
         return self.rng.randint(1, min(most, 4)) if self.random and most > 1 else 1
+
+    def far(self, ctas: int) -> int | None:
+        """Rank in a cluster of that size to which commits take as long as they can, or None."""
+        return self._far % ctas if self._far < 8 else None
 
     def speed(self) -> float:
         """Of a new warp: its priority, or the share of its turns that it takes."""
@@ -163,6 +169,11 @@ class Scheduler:
         self.max_idle_quanta = getattr(sim, "max_idle_quanta", 50_000)
         launch.epoch = getattr(launch, "epoch", 0)
         launch.load_uses = {}
+
+    @property
+    def idle(self) -> bool:
+        """No warp can run, and no operation is in flight that may complete by itself."""
+        return not self.runnable and not self.ops.free and not self.ops.pipes
 
     # ---- setting up ------------------------------------------------------------------------------
 

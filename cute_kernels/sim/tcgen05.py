@@ -11,6 +11,7 @@ they are done.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -290,7 +291,8 @@ def finish_loads(warp: Any, used: Callable[[Any], bool] | None) -> None:
 
 def commit(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     """Arrives on one mbarrier, or on the same offset in every CTA of a mask, when all earlier
-    operations are done."""
+    operations are done. In a random schedule the arrivals at other CTAs come one by one, after
+    that: nothing orders them with a later commit to this CTA."""
     lane = lead(mask)
     cta, offset = target(warp, address(warp, instr.operands[0], lane), 8, 8)
     if "multicast::cluster" in instr.mods:
@@ -307,16 +309,28 @@ def commit(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     pipe = pipe_of(sim, warp, lane)
     releases, pipe.uncommitted = pipe.uncommitted, []
 
+    def arrive(dest: Any) -> None:
+        target(warp, dest.rank << 24 | offset, 8, 8)
+        barrier_at(dest, offset).arrive()
+
     def run() -> None:
         for release in releases:
             release()
         for dest in ctas:
-            target(warp, dest.rank << 24 | offset, 8, 8)
-            barrier_at(dest, offset).arrive()
+            if dest is cta or not sim.policy.random:
+                arrive(dest)
+            else:  # on its own way: in order with other arrivals there, with nothing elsewhere
+                way = ("tc", pipe.number, dest.rank)
+                later = AsyncOp("tensor", partial(arrive, dest), (warp, instr), way, "arrival")
+                later.clock = op.clock
+                sim.async_ops.add_after(later, partial(may_arrive, dest))
 
-    sim.async_ops.add(
-        AsyncOp("tensor", run, (warp, instr), pipe=("tc", pipe.number), label="commit")
-    )
+    def may_arrive(dest: Any) -> bool:
+        far = sim.policy.far(len(cta.cluster.ctas))
+        return dest.rank != far or dest.warps_left == 0 or sim.scheduler.idle
+
+    op = AsyncOp("tensor", run, (warp, instr), pipe=("tc", pipe.number), label="commit")
+    sim.async_ops.add(op)
 
 
 def copy(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:

@@ -61,7 +61,7 @@ def gemm_cases() -> Iterator[tuple[str, programs.GemmCase, str]]:
     for name, meaning in OMISSIONS.items():
         yield f"gemm:{name}", replace(GEMM, omit=name), meaning
     for name, meaning in PAIR_OMISSIONS.items():
-        base = QUAD if name == "commit_mask" else PAIR
+        base = QUAD if name in ("commit_mask", "drain") else PAIR
         yield f"gemm pair:{name}", replace(base, omit=name), meaning
 
 

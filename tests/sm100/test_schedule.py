@@ -13,6 +13,7 @@ from cute_kernels import nvfp4, sim
 from cute_kernels.activations import SwiGLU
 from cute_kernels.config import GemmConfig
 from cute_kernels.device.epilogues import ActivationQuantize, StoreRows
+from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
 from tests.sm100.configs import DECODE, MAIN, OTHER, names
 from tests.sm100.harness import Data, Problem, equal_bits, store_rows
 
@@ -35,6 +36,31 @@ def test_five_schedules_of_the_others(config: GemmConfig) -> None:
     for seed in range(5):
         out, want, _ = store_rows(data, config, seed=seed, schedule="random")
         assert equal_bits(out, want), f"seed {seed}"
+
+
+class Hasty(Sm100GroupedGemm):
+    """Load warps leave without waiting for the last releases of their stages."""
+
+    def drain(self, bars: object, step: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("config", [OTHER[2], MAIN[3]], ids=names)
+def test_a_release_that_finds_its_cta_gone_is_noticed(config: GemmConfig) -> None:
+    """Nothing but `drain` orders the releases by one pair before the end of another."""
+    data = Data(Problem((3, config.tile_rows + 1), n=config.tile_columns, k=320))
+    right = data.kernel(config, StoreRows("Float32"))
+    hasty = Hasty(right.load, right.epilogue, config)
+    out, one = torch.empty_like(data.acc), torch.ones(2)
+    noticed = 0
+    for seed in range(12):
+        try:
+            with sim.Simulator(seed=seed, schedule="random"):
+                data.call(hasty, [out.data_ptr(), one.data_ptr()])
+        except sim.SimError as error:
+            assert "whose CTA has ended" in str(error)
+            noticed += 1
+    assert noticed
 
 
 def dynamic(config: GemmConfig) -> GemmConfig:

@@ -57,6 +57,7 @@ PAIR_OMISSIONS: dict[str, str] = {
     "exit_sync": "a CTA may leave, and free TMEM, while its peer still needs it",
     "peer_acc_release": "only the leader's epilogue releases the accumulator",
     "commit_mask": "the release of a stage is not multicast to the peer CTA",
+    "drain": "a CTA may leave before the releases by the other pair have arrived",
 }
 
 
@@ -333,6 +334,10 @@ class Nvfp4Gemm:
                     mcast_mask=sfb_mask,
                 )
                 step += 1
+        if cutlass.const_expr(self.cluster_m > self.ctas and self.has("drain")):
+            for i in cutlass.range(step, step + stages, unroll=1):
+                phase = (i // stages) & 1
+                cute.arch.mbarrier_wait(bars + stages + i % stages, phase ^ 1)
 
     def _partition(self, atom, coord, layout, s, g):
         return cpasync.tma_partition(
