@@ -1,4 +1,5 @@
-"""The decode configuration in the simulator: it has no wgmma, so it compiles for sm_100a as well.
+"""The configurations that multiply with mma.sync, in the simulator (those with wgmma:
+test_gemm_sim.py).
 
 Sums are exact: equal to fp64, under several orders of the asynchronous work, outputs and scratch
 poisoned, every access checked (a stage released too early is an error of its own).
@@ -80,14 +81,14 @@ def simulate(
     scratch.partial.fill_(float("nan"))
     out = torch.full((num_rows, problem.rows // (1 + gated)), float("nan"), dtype=dtype)
     epilogue = host._Epilogue(activation, row_scale, bias, dtype, expert_scale, out_scale)
-    launch = compiler.load(host._kernel(config, row_token is not None, epilogue), "sm_100a")
+    launch = compiler.load(host._kernel(config, row_token is not None, epilogue), host.ARCH)
     offsets = problem.offsets()
     pointers = [weight.blob, x, row_token, out, offsets, scratch.counters, scratch.partial]
     tokens = row_token if row_scale is not None else None
     steps = configs.chunk_steps(problem.k, config)
     sizes = (weight.num_experts, num_rows, problem.k, problem.rows, steps, 2)
     optional = host._addresses([weight.alpha, row_scale, tokens, bias, expert_scale, out_scale])
-    with Simulator(seed=seed, schedule=schedule):
+    with Simulator(seed=seed, schedule=schedule, checks=parts.get("checks")):
         launch(*host._addresses(pointers), *sizes, *optional, 0)
     assert not bool(scratch.counters.any()), "a launch must leave the counters at zero"
     return out
