@@ -77,9 +77,9 @@ def fence(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
         raise UnsupportedInstruction(f"unknown fence {instr.opcode}")
 
 
-def griddep_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
+def griddep_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:
     """The launches before this one have completed and what they wrote is visible."""
-    sim.overlap.reveal()
+    return sim.overlap.wait(sim, warp, instr)
 
 
 def griddep_launch(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:

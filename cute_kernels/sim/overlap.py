@@ -3,8 +3,10 @@
 A launch with the programmatic attribute may start once every CTA of its predecessor has executed
 griddepcontrol.launch_dependents; what the predecessor writes is certain to be visible only behind
 griddepcontrol.wait. Launches run one after the other here, so the lateness is made by hand: the
-second launch begins with the memory as it was before the first one, and the first one's writes
-appear when any of its threads executes griddepcontrol.wait. A missing wait reads old bytes.
+second launch begins with the memory as it was before the first one. Its first griddepcontrol.wait
+starts an asynchronous operation, the end of the first launch, at which that one's writes appear;
+every griddepcontrol.wait blocks until then. A warp that neither waits nor synchronises with one
+that has waited reads old bytes, and what it writes there is overwritten.
 """
 
 from __future__ import annotations
@@ -13,22 +15,26 @@ from typing import Any
 
 import numpy as np
 
+from cute_kernels.sim.asyncops import AsyncOp
 from cute_kernels.sim.checks import OutOfBounds
+from cute_kernels.sim.wait import Blocked, Signal
 
 _LOWEST, _HIGHEST = 1 << 32, 1 << 47  # addresses of a 64-bit process
 MOST_BYTES = 1 << 28  # larger predecessors are not kept: their writes are visible at once
 
 
 class Overlap:
-    """One per Simulator. Order of calls per launch: `begin`, (`reveal`), `end`."""
+    """One per Simulator. Order of calls per launch: `begin`, (`wait`, ...), `end`."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
         # (view of an allocation, its contents before and after the last launch)
         self._old: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._next: list[tuple[np.ndarray, np.ndarray]] = []
-        # (view, offsets, bytes the predecessor wrote there, bytes before)
-        self._hidden: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        # (view, offsets, bytes the predecessor wrote there)
+        self._hidden: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._ending = False  # the operation that reveals them is in flight
+        self._revealed = Signal()
 
     def begin(self, instrs: list[Any], params: bytes, late: bool) -> None:
         """Before a launch. `late`: it has the programmatic attribute, and the schedule says that
@@ -39,12 +45,24 @@ class Overlap:
             self._hide()
         self._old = []
 
+    def wait(self, sim: Any, warp: Any, instr: Any) -> Blocked | None:
+        """griddepcontrol.wait of a warp: None when the predecessor is complete."""
+        if not self._hidden:
+            return None
+        if not self._ending:
+            self._ending = True
+            op = AsyncOp("grid", self.reveal, (warp, instr), label="end of the launch before")
+            sim.async_ops.add(op)
+        return Blocked(
+            lambda: not self._hidden, "griddepcontrol.wait: the launch before", self._revealed
+        )
+
     def reveal(self) -> None:
-        """The predecessor is complete: its writes appear, except where memory has changed since."""
-        for view, where, new, old in self._hidden:
-            same = view[where] == old
-            view[where[same]] = new[same]
-        self._hidden = []
+        """The predecessor is complete: its writes appear, also over what others wrote since."""
+        for view, where, new in self._hidden:
+            view[where] = new
+        self._hidden, self._ending = [], False
+        self._revealed.notify()
 
     def end(self) -> None:
         """After a launch."""
@@ -62,7 +80,7 @@ class Overlap:
                 continue
             where = np.flatnonzero(view != before)
             if len(where):
-                self._hidden.append((view, where, view[where].copy(), before[where]))
+                self._hidden.append((view, where, view[where].copy()))
                 view[where] = before[where]
 
     def _snapshot(self, params: bytes) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -295,5 +295,5 @@ SMALL_OMISSIONS: dict[str, tuple[str, ...]] = {
     "bulk_reduce": ("proxy_fence", "barrier"),
     "gather4": ("wait",),
     "work_stealing": ("wait",),
-    "dependent_launch": ("wait",),
+    "dependent_launch": ("wait", "one"),
 }

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cute_kernels.sim.asyncops import AsyncOps
 from cute_kernels.sim.overlap import Overlap
 
 TRIGGER = [SimpleNamespace(base="griddepcontrol", mods=("launch_dependents",))]
@@ -57,12 +58,32 @@ def test_old_bytes_until_the_wait():
     assert data[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_without_a_wait_the_writes_appear_at_the_end_and_keep_what_the_second_launch_wrote():
+def test_without_a_wait_the_writes_appear_at_the_end_over_what_the_second_launch_wrote():
     overlap, data, _ = first_launch()
     overlap.begin([], b"", True)
-    data[2] = 99
+    data[2], data[20] = 99, 98
     overlap.end()
-    assert data[:8].tolist() == [1, 2, 99, 4, 5, 6, 7, 8]
+    assert data[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert data[20] == 98, "the first launch did not write there"
+
+
+def test_every_wait_blocks_until_the_first_launch_ends():
+    overlap, data, _ = first_launch()
+    overlap.begin([], b"", True)
+    machine = SimpleNamespace(async_ops=AsyncOps())
+    warp = SimpleNamespace(agent=None)
+    waits = [overlap.wait(machine, warp, None) for _ in range(2)]
+    assert len(machine.async_ops) == 1, "one end, however many wait"
+    assert not data.any() and not any(w.predicate() for w in waits)
+    machine.async_ops.oldest().run()
+    assert data[7] == 8 and all(w.predicate() for w in waits)
+    assert overlap.wait(machine, warp, None) is None
+
+
+def test_a_wait_does_not_block_without_a_launch_before():
+    overlap = Overlap(Memory(np.zeros(64, np.uint8)))
+    overlap.begin([], b"", True)
+    assert overlap.wait(SimpleNamespace(), None, None) is None
 
 
 def test_an_ordinary_second_launch_sees_everything():

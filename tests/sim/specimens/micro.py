@@ -277,7 +277,8 @@ class WorkStealing:
 class DependentLaunch:
     """Two launches, the second one before the first has ended: y = x + 1, then z = 2 * y.
 
-    x, y, z (n,) int32, n a multiple of 64. `omit="wait"` leaves out griddepcontrol.wait.
+    x, y, z (n,) int32, n a multiple of 64. `omit="wait"` leaves out griddepcontrol.wait, `"one"`
+    that of the second warp.
     """
 
     def __init__(self, omit: str | None = None):
@@ -298,6 +299,9 @@ class DependentLaunch:
     @cute.kernel
     def second(self, mY: cute.Tensor, mZ: cute.Tensor):
         i = cute.arch.block_idx()[0] * 64 + cute.arch.thread_idx()[0]
-        if cutlass.const_expr(self.omit != "wait"):
+        if cutlass.const_expr(self.omit == "one"):
+            if cute.arch.thread_idx()[0] < 32:
+                cute.arch.griddepcontrol_wait()
+        elif cutlass.const_expr(self.omit != "wait"):
             cute.arch.griddepcontrol_wait()
         mZ[i] = 2 * mY[i]
