@@ -51,6 +51,12 @@ class Sm90Config:
         sizes = self.token_sizes
         if not sizes or sorted(set(sizes)) != list(sizes) or any(n % 8 or n > 256 for n in sizes):
             raise ValueError(f"token_sizes must ascend in multiples of 8 up to 256, got {sizes}")
+        if sizes[-1] % sizes[0]:
+            most = -(-sizes[-1] // sizes[0]) * sizes[0]
+            raise ValueError(
+                f"the largest of token_sizes must be a multiple of the smallest, got {sizes}: a "
+                f"tile of {most} rows would fit none and never be computed"
+            )
         if self.row_tiles not in (1, 2) or self.stage_k64 not in (1, 2):
             raise ValueError(
                 f"row_tiles and stage_k64 are 1 or 2, got {self.row_tiles}, {self.stage_k64}"

@@ -137,6 +137,8 @@ def test_config_refuses_what_cannot_launch() -> None:
         dataclasses.replace(configs.PREFILL, num_stages=7)
     with pytest.raises(ValueError, match="multiples of 8"):
         dataclasses.replace(configs.DECODE, token_sizes=(8, 12))
+    with pytest.raises(ValueError, match="a tile of 32 rows would fit none"):
+        dataclasses.replace(configs.DUO, token_sizes=(16, 24))
     with pytest.raises(ValueError, match="no eight tokens"):
         dataclasses.replace(configs.DUO, epilogue_tokens=24)
 
