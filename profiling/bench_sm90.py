@@ -2,6 +2,7 @@
 
     python -m profiling.bench_sm90 [--cases L1 L2 qwen-L1 ...] [--rows 6 384 ...]
                                    [--peers "torch bf16" humming] [--json out.json] [--png out.png]
+    python -m profiling.bench_sm90 --cases qwen-L1 --rows 8192 --configs trio duo --peers  # none
     python -m profiling.bench_sm90 --draw out.json --png out.png       # without a GPU
 
 Method: `profiling.timing`: every contestant is one CUDA graph of several calls whose inputs differ
@@ -28,7 +29,7 @@ from torch import Tensor
 from cute_kernels import compile as compiler
 from cute_kernels.activations import SwiGLU
 from cute_kernels.sm90 import host
-from cute_kernels.sm90.config import Sm90Config, choose_config, chunk_steps
+from cute_kernels.sm90.config import CONFIGS, Sm90Config, choose_config, chunk_steps
 from cute_kernels.sm90.weights import Sm90Weight, blob_shape
 from profiling import pictures
 from profiling.layer_gpu import gemm_goal
@@ -36,6 +37,7 @@ from profiling.peers_sm90 import PEERS, Unavailable
 from profiling.timing import Op, Race, Roofs, measured_roofs
 
 ROWS = (6, 48, 96, 384, 1536, 6144, 24576)
+BY_NAME: dict[str, Sm90Config | None] = {c.name: c for c in CONFIGS}
 Result = dict[str, Any]
 
 
@@ -247,6 +249,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=[c.name for c in SHARE], choices=list(CASES))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument(
+        "--configs", nargs="+", default=[], choices=list(BY_NAME),
+        help="race these of our configurations instead of the one that is chosen",
+    )  # fmt: skip
     parser.add_argument("--activation", action="store_true", help="L1 with SwiGLU in the epilogue")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
@@ -269,11 +275,12 @@ def main(argv: list[str] | None = None) -> int:
         "activation": options.activation,
         "results": [],
     }
+    contestants = {name: BY_NAME[name] for name in options.configs} or {"ours": None}
     for name in options.cases:
         case = CASES[name]
         weight = random_weight(case, options.activation and name.endswith("L1"))
         for rows in options.rows:
-            result = bench_case(case, rows, weight, {"ours": None}, options.peers)
+            result = bench_case(case, rows, weight, contestants, options.peers)
             found["results"].append(result)
             sys.stdout.write(report(result, roofs))
             sys.stdout.flush()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.sm90.config import DUO, TRIO
 from profiling import bench_sm90, peers_sm90
 from profiling.timing import Roofs
 
@@ -75,3 +76,28 @@ def test_without_a_hopper_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_sm90.main([]) == 1
     assert "needs a Hopper GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "raced"),
+    [([], {"ours": None}), (["--configs", "trio", "duo"], {"trio": TRIO, "duo": DUO})],
+    ids=["chosen", "named"],
+)
+def test_who_races(
+    given: list[str], raced: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(bench_sm90, "measured_roofs", lambda device: ROOFS)
+    monkeypatch.setattr(bench_sm90, "random_weight", lambda case, gated: None)
+
+    def bench_case(case: bench_sm90.Case, rows: int, weight: None, *others: Any) -> dict[str, Any]:
+        seen.append((case.name, rows, *others))
+        return result(case.name, rows)
+
+    monkeypatch.setattr(bench_sm90, "bench_case", bench_case)
+    argv = ["--cases", "qwen-L1", "L2", "--rows", "6", "384", *given, "--peers"]
+    assert bench_sm90.main(argv) == 0
+    assert seen == [(c, r, raced, []) for c in ("qwen-L1", "L2") for r in (6, 384)]
