@@ -193,7 +193,7 @@ def device_arch(index: int, capability: Callable[[int], tuple[int, int]] | None)
     Raises RuntimeError with the reason when kernels cannot run there.
     """
     if _state.simulated:
-        return "sm_100a"
+        return simulated_arch()
     arch = _state.archs.get(index)
     if arch is None:
         found = status(None if capability is None else capability(index)).check()
@@ -219,6 +219,13 @@ def simulating() -> bool:
 def simulated() -> bool:
     """Does this process run kernels in the simulator?"""
     return _state.simulated
+
+
+def simulated_arch() -> str:
+    """Compile target of CPU tensors: that of the active simulator."""
+    module = sys.modules.get("cute_kernels.sim.simulator")
+    active = None if module is None else module.Simulator.active
+    return "sm_100a" if active is None else str(active.arch)
 
 
 # ---- keys
@@ -332,10 +339,11 @@ def load_made(recipe: tuple[Any, ...], device: Any, arch_of: Callable[[Any], str
 
     The arguments are compile-time constants, as the fields of the kernel are.
     """
-    found = _state.recipes.get((recipe, device))
+    where = simulated_arch() if _state.simulated else device
+    found = _state.recipes.get((recipe, where))
     if found is None:
         make, *arguments = recipe
-        found = _state.recipes[recipe, device] = load(make(*arguments), arch_of(device))
+        found = _state.recipes[recipe, where] = load(make(*arguments), arch_of(device))
     return found
 
 

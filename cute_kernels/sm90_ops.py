@@ -65,7 +65,10 @@ _CONFIGS = {c.name: c for c in CONFIGS}
 
 
 def sm90_available(device: torch.device) -> Availability:
-    """Can the kernels run on this GPU?"""
+    """Can the kernels run on this GPU, or, once `compile.enable_simulator` was called, on CPU
+    tensors inside ``sim.Simulator(arch="sm_90a")``? Outside of it these get plain PyTorch."""
+    if device.type == "cpu" and compiler.simulated():
+        return Availability(True, 'the compiled kernels inside sim.Simulator(arch="sm_90a"), slow')
     if device.type != "cuda" or not torch.cuda.is_available():
         return Availability(False, "needs a Hopper GPU")
     capability = torch.cuda.get_device_capability(device)
@@ -341,7 +344,11 @@ def _check_gemm(*args: Any) -> None:
 def _gemm_kernel(*args: Any) -> None:
     a = _Gemm(*args)
     if arch_of(a.x.device) != _ARCH:
-        raise ValueError(f"x is on {a.x.device}, no Hopper GPU: the kernel would not run there")
+        where = "the simulated device" if a.x.device.type == "cpu" else a.x.device
+        raise ValueError(
+            f"x is on {where}, no Hopper GPU: the kernel would not run there (a simulated one: "
+            'sim.Simulator(arch="sm_90a"))'
+        )
     host.sm90_grouped_gemm(
         flat(a.x),
         a.weight,

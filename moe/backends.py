@@ -50,15 +50,16 @@ def _torch_status(where: torch.device) -> BackendStatus:
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Resolve "auto" to the first usable backend for ``device`` (never the slow simulator); another
-    name -> itself, if usable.
+    """Resolve "auto" to the first usable backend for ``device`` (never one of the slow simulator);
+    another name -> itself, if usable.
 
     Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run
     here.
     """
     status = {s.name: s for s in backend_status(device)}
     if name == "auto":
-        return next(s.name for s in status.values() if s.usable and s.name != "sim")
+        simulated = ("sim", "sm90") if device.type == "cpu" else ("sim",)
+        return next(s.name for s in status.values() if s.usable and s.name not in simulated)
     if name not in status:
         raise ValueError(f"backend must be 'auto' or one of {BACKENDS}, got {name!r}")
     if not status[name].usable:

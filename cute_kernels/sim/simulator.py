@@ -28,6 +28,7 @@ from cute_kernels.sim.warp import Warp
 
 SCHEDULES = ("lazy", "eager", "random")
 CORES = ("auto", "compiled", "numpy")
+ARCHES = ("sm_100a", "sm_90a")
 
 
 def _have_numba() -> bool:
@@ -65,6 +66,7 @@ class Simulator:
     resident  clusters that run at the same time
     core      what executes the warps: "compiled" (needs numba), "numpy" (slower, needs nothing), or
               "auto": compiled where numba is installed
+    arch      what the operations on tensors compile their kernels for: "sm_100a" or "sm_90a"
     record    True keeps what every launch was given in ``requests`` (`saved.SavedLaunch`, to be
     saved and
               run again by `python -m cute_kernels.sim`)
@@ -85,14 +87,17 @@ class Simulator:
         trace: bool = False,
         resident: int = 4,
         core: str = "auto",
+        arch: str = "sm_100a",
         record: bool = False,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
         if core not in CORES:
             raise ValueError(f"core must be one of {CORES}, got {core!r}")
+        if arch not in ARCHES:
+            raise ValueError(f"arch must be one of {ARCHES}, got {arch!r}")
         self.core = ("compiled" if _have_numba() else "numpy") if core == "auto" else core
-        self.seed, self.schedule = seed, schedule
+        self.seed, self.schedule, self.arch = seed, schedule, arch
         self.checks = checks or Checks()
         self.trace = Trace() if trace else None
         self.max_resident = resident

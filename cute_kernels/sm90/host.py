@@ -4,14 +4,13 @@ launch."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels import compile as compiler
 from cute_kernels.activations import Activation
+from cute_kernels.launch import launch, multiprocessors
 from cute_kernels.nvfp4 import check_expert_offsets
 from cute_kernels.sm90 import layout
 from cute_kernels.sm90.config import Sm90Config, choose_config, chunk_steps
@@ -117,16 +116,13 @@ def sm90_grouped_gemm(
         )
     if num_rows == 0:
         return out
-    launch = compiler.load(_kernel(config, row_token is not None, epilogue), ARCH)
+    kernel = _kernel(config, row_token is not None, epilogue)
     pointers = [weight.blob, x, row_token, out, expert_offsets, scratch.counters, scratch.partial]
     tokens = row_token if row_scale is not None else None
     epilogue_pointers = [weight.alpha, row_scale, tokens, bias, expert_scale, out_scale]
     sizes = (weight.num_experts, num_rows, weight.k, weight.rows, chunk_steps(weight.k, config))
-    properties = torch.cuda.get_device_properties(x.device)
-    ctas = properties.multi_processor_count * config.ctas_per_sm
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        launch(*_addresses(pointers), *sizes, ctas, *_addresses(epilogue_pointers), stream)
+    ctas = multiprocessors(x.device) * config.ctas_per_sm
+    launch(kernel, x.device, *pointers, *sizes, ctas, *epilogue_pointers)
     return out
 
 
@@ -139,10 +135,6 @@ class _Epilogue(NamedTuple):
     out_dtype: torch.dtype
     expert_scale: Tensor | None = None
     out_scale: Tensor | None = None
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [t.data_ptr() for t in tensors if t is not None]
 
 
 def _kernel(config: Sm90Config, gathered: bool, parts: _Epilogue) -> object:

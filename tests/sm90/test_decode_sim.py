@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,31 +66,27 @@ class Problem:
 def simulate(
     problem: Problem, config: configs.Sm90Config, schedule: str, seed: int, **parts: Any
 ) -> Tensor:
-    """The launch of `host.sm90_grouped_gemm` on CPU tensors with two CTAs; output in poison."""
+    """`host.sm90_grouped_gemm` on the CPU tensors of a Hopper GPU of one SM, so that its few CTAs
+    have several tiles each; output in poison. ``parts``: of the operation, ``x``, ``dtype``,
+    ``checks``."""
     from cute_kernels.sim import Simulator
 
-    row_token, row_scale = parts.get("row_token"), parts.get("row_scale")
-    bias, dtype = parts.get("bias"), parts.get("dtype", torch.bfloat16)
-    expert_scale, out_scale = parts.get("expert_scale"), parts.get("out_scale")
-    activation = parts.get("activation")
+    activation, row_token = parts.get("activation"), parts.get("row_token")
     gated = activation is not None and activation.gated
-    x = parts.get("x", problem.x())
+    x, checks = parts.pop("x", problem.x()), parts.pop("checks", None)
+    dtype = parts.pop("dtype", torch.bfloat16)
     weight = weights.pack_weight(problem.weight(), gated)
     num_rows = x.shape[0] if row_token is None else row_token.numel()
     counters, partial = host.scratch_sizes(problem.rows, problem.k, num_rows, config)
     scratch = host.Sm90Scratch.for_calls("cpu", counters, partial)
     scratch.partial.fill_(float("nan"))
     out = torch.full((num_rows, problem.rows // (1 + gated)), float("nan"), dtype=dtype)
-    epilogue = host._Epilogue(activation, row_scale, bias, dtype, expert_scale, out_scale)
-    launch = compiler.load(host._kernel(config, row_token is not None, epilogue), host.ARCH)
-    offsets = problem.offsets()
-    pointers = [weight.blob, x, row_token, out, offsets, scratch.counters, scratch.partial]
-    tokens = row_token if row_scale is not None else None
-    steps = configs.chunk_steps(problem.k, config)
-    sizes = (weight.num_experts, num_rows, problem.k, problem.rows, steps, 2)
-    optional = host._addresses([weight.alpha, row_scale, tokens, bias, expert_scale, out_scale])
-    with Simulator(seed=seed, schedule=schedule, checks=parts.get("checks")):
-        launch(*host._addresses(pointers), *sizes, *optional, 0)
+    simulator = Simulator(seed=seed, schedule=schedule, arch=host.ARCH, checks=checks)
+    with mock.patch.object(host, "multiprocessors", lambda device: 1), simulator:
+        host.sm90_grouped_gemm(
+            x, weight, problem.offsets(), config=config, scratch=scratch,
+            out=out, out_dtype=dtype, **parts,
+        )  # fmt: skip
     assert not bool(scratch.counters.any()), "a launch must leave the counters at zero"
     return out
 
