@@ -48,7 +48,8 @@ def _pairs(words: np.ndarray) -> np.ndarray:
     """fp64 (registers, 32 lanes, 2): bf16 pairs."""
     words = words.astype(np.uint32)  # a row of a register file may have more bits
     halves = np.stack((words << np.uint32(16), words & np.uint32(0xFFFF0000)), -1)
-    return halves.view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return halves.view(np.float32).astype(np.float64)
 
 
 def _bytes(warp: Any, operand: Any, kind: str, place: np.ndarray) -> np.ndarray:
