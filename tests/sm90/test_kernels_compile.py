@@ -94,6 +94,9 @@ def test_code(config: configs.Sm90Config, epilogue: str, gathered: bool) -> None
         f".reqntid {config.threads}" in dump.ptx
         and f".minnctapersm {config.ctas_per_sm}" in dump.ptx
     )
+    # each kernel waits for the one before, and lets the next one start
+    for how in ("wait", "launch_dependents"):
+        assert dump.ptx.count(f"griddepcontrol.{how}") == 1 + config.split_k
     assert "cp.async.bulk.shared::cluster.global" in dump.ptx
     # rows by TMA: one instruction per 64 k, in a loop for each token size
     boxes = 0 if gathered else len(config.token_sizes) * config.stage_k64

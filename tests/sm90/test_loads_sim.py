@@ -16,7 +16,7 @@ from torch import Tensor
 from cute_kernels import compile as compiler
 from cute_kernels import nvfp4
 from cute_kernels.sm90 import config as configs
-from cute_kernels.sm90 import weights
+from cute_kernels.sm90 import layout, weights
 from tests import check
 from tests.sm90.test_decode_sim import Problem, simulate
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAN = float("nan")
+ROW_BYTES = 2 * layout.BLOCK_K
 by_config = pytest.mark.parametrize("config", configs.CONFIGS, ids=lambda c: c.name)
 
 
@@ -100,19 +101,41 @@ def test_fewer_rows_than_any_box(config: configs.Sm90Config) -> None:
     check.assert_bytes_equal(out, problem.want().to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("config", [configs.DECODE, configs.MIDDLE], ids=lambda c: c.name)
-def test_many_experts_and_rows_of_none(config: configs.Sm90Config) -> None:
+@by_config
+def test_many_experts_and_every_unit_once(
+    config: configs.Sm90Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler looks at 32 experts at a time; of the second 32 none has rows. Rows before the
-    first expert's and past the last one's are neither read nor written."""
+    first expert's and past the last one's are neither read nor written. A unit that is computed
+    twice gives the same rows: loads are counted. Tiles of one expert are equal and whole steps, so
+    that all its boxes together pad it by less than a step."""
+    from cute_kernels import sim
+
+    simulators: list[Any] = []
+
+    class Kept(sim.Simulator):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            simulators.append(self)
+
+    monkeypatch.setattr(sim, "Simulator", Kept)
     counts = [0] * 103
-    counts[0], counts[31], counts[64], counts[65], counts[102] = 2, 1, 17, 3, 9
-    problem = Behind(tuple(counts), 128, 128, skipped=3)
+    counts[0], counts[31], counts[64], counts[65], counts[102] = 145, 1, 17, 3, 9
+    problem = Behind(tuple(counts), 144, 176, skipped=3)
     real = slice(3, 3 + sum(counts))
-    x = torch.full((sum(counts) + 8, 128), NAN, dtype=torch.bfloat16)
+    x = torch.full((sum(counts) + 8, problem.k), NAN, dtype=torch.bfloat16)
     x[real] = problem.x()
     out = simulate(problem, config, "random", 4, x=x)
     check.assert_bytes_equal(out[real], problem.want().to(torch.bfloat16))
     assert bool(out[: real.start].isnan().all() and out[real.stop :].isnan().all())
+
+    loads = simulators[0].launches[0].counters.total()
+    row_tiles, blocks = 2 // config.row_tiles, 4  # of the weight; of 64 k
+    tiles = row_tiles * sum(-(-n // config.max_tokens) for n in counts)
+    steps = row_tiles * sum(-(-n // config.token_step) for n in counts)
+    assert loads["tma_loads"] == tiles * blocks
+    assert loads["tma_load_bytes"] == steps * config.token_step * ROW_BYTES * blocks
+    assert loads["bulk_load_bytes"] == tiles * blocks * config.row_tiles * 2 * layout.BLOCK_BYTES
 
 
 def _far(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
