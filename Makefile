@@ -47,6 +47,7 @@ conformance:
 	build/conformance/bin/python -m pip install -q -r tests/conformance/requirements-base.txt
 	build/conformance/bin/python -m pip install -q --no-deps -r tests/conformance/requirements.txt
 	build/conformance/bin/python -m tests.conformance.run
+	build/conformance/bin/python -m tests.conformance.run --arch sm_90a
 
 clean:
 	rm -rf $(VENV) build .demo

@@ -26,6 +26,9 @@ class Checks:
     # cp.async counts as a generic write for `proxy_fence`. Off: published kernels that run on B200s
     # hand cp.async data to tcgen05 through an mbarrier alone
     cp_async_fence: bool = False
+    # a warp that arrives at a named barrier and then waits for the same phase counts twice. Off:
+    # published kernels start the first of two warpgroups that take turns in this way
+    barrier_self: bool = False
     shared_overwrite: bool = True  # write of bytes that an asynchronous operation may still read
     shared_race: bool = True  # access of bytes that an asynchronous operation may be writing
     mbarrier: bool = True  # re-initialisation, transaction and arrival overflow, missed phases

@@ -315,7 +315,9 @@ class NamedBarrier:
                 f"thread count {count or 'all'} does not match the {self.need or 'all'} of earlier "
                 f"arrivals\n  {self}"
             )
-        if any(w == warp.warp_id for w, _ in self.arrived):
+        own = [waited for w, waited in self.arrived if w == warp.warp_id]
+        # a phase counts threads: those that wait for a phase they have arrived at count twice
+        if own and (own != [False] or not waits or self.cta.launch.sim.checks.barrier_self):
             raise BarrierError(f"warp {warp.warp_id} arrives twice in one phase\n  {self}")
         self.memory.arrive(self.cta.launch)
         self.arrived.append((warp.warp_id, waits))

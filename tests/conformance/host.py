@@ -1,7 +1,8 @@
 """Stand-ins for the GPU that the peers' host code asks about.
 
-Nothing here changes a kernel: the functions answer what a B200 would answer, and a DLPack capsule
-of a CPU tensor gets the device type CUDA, because the compiled host code insists on it.
+Nothing here changes a kernel: the functions answer what a B200 (or an H200) would answer, and a
+DLPack capsule of a CPU tensor gets the device type CUDA, because the compiled host code insists on
+it.
 """
 
 import contextlib
@@ -42,12 +43,15 @@ class _HardwareInfo:
         return NUM_SMS
 
 
-def present_gpu() -> None:
-    """Answer torch's and the DSL's questions about the device as a small B200 would."""
+def present_gpu(capability: tuple[int, int] = (10, 0)) -> None:
+    """Answer torch's and the DSL's questions about the device as a small B200 would, or a small
+    H200 (9, 0)."""
     import cutlass
 
+    _Properties.major, _Properties.minor = capability
+    _Properties.name = "NVIDIA H200" if capability == (9, 0) else "NVIDIA B200"
     answers = {
-        "get_device_capability": lambda *a, **k: (10, 0),
+        "get_device_capability": lambda *a, **k: capability,
         "get_device_properties": lambda *a, **k: _Properties(),
         "is_available": lambda: True,
         "current_device": lambda: 0,

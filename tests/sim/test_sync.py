@@ -351,6 +351,19 @@ def test_exited_warps_do_not_hold_up_bar_sync_0():
     m.run()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_warp_that_waits_for_its_own_arrival(strict):
+    """Hardware counts threads: the warp goes on alone; a check for those who do not mean it."""
+    m = Machine(checks=Checks(barrier_self=strict))
+    m.add(0, "bar.arrive 1, 64; bar.sync 1, 64;")
+    m.add(0, "nanosleep.u32 1;" * 4)
+    if strict:
+        with pytest.raises(BarrierError, match="twice"):
+            m.run()
+    else:
+        m.run()
+
+
 def test_named_barrier_misuse():
     m = Machine()
     m.add(0, "bar.sync 1, 64;")
@@ -359,8 +372,9 @@ def test_named_barrier_misuse():
     with pytest.raises(BarrierError, match="does not match"):
         m.run()
     m = Machine()
-    m.add(0, "bar.arrive 1, 64; bar.sync 1, 64;")
-    m.add(0, "nanosleep.u32 1;" * 4)
+    m.add(0, "bar.arrive 1, 96; bar.arrive 1, 96;")
+    for _ in range(2):
+        m.add(0, "nanosleep.u32 1;" * 4)
     with pytest.raises(BarrierError, match="twice"):
         m.run()
     m = Machine()
