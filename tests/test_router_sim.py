@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import compile as compiler
-from cute_kernels import router_ops, torch_router
+from cute_kernels import ops, router_ops, torch_router
 from cute_kernels.torch_router import Selection
 from moe.router import router_logits
 from tests.router_cases import hostile, hostile_logits, router_weight, selections
@@ -148,3 +148,30 @@ def test_strided_biases() -> None:
     assert bias.stride() == (3,)
     check_logits(hostile(5, 64, torch.bfloat16), router_weight(10, 64), bias)
     check_topk(hostile_logits(5, 10), Selection(3, "sigmoid"), bias)
+
+
+# ---- one kernel after another: each is launched before the one in front of it has ended
+
+
+def route(x: Tensor, packed: Any, how: Selection, experts: int) -> tuple[Tensor, ...]:
+    logits = router_ops.router_logits(x, packed)
+    ids, weights = router_ops.router_topk(logits, how)
+    return logits, ids, weights, *ops.sort_routes(ids, weights, experts, 0, experts)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+@pytest.mark.parametrize("few", [True, False])
+def test_kernels_wait_for_each_other(
+    few: bool, schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not few:
+        use_tiles(monkeypatch, 2)
+    x, weight, how = hostile(9, 136, torch.bfloat16), router_weight(40, 136), Selection(3)
+    packed = router_ops.pack_weights(weight)
+    got = simulate(route, x, packed, how, 40, schedule=schedule, seed=seed)
+    logits = router_logits(x, weight)
+    ids, weights = torch_router.select(logits, how)
+    want = (logits, ids, weights, *ops.sort_routes(ids, weights, 40, 0, 40))
+    names = ("logits", "ids", "weights", "offsets", "row_token", "row_weight", "token_rows")
+    for g, w, name in zip(got, want, names, strict=True):
+        assert_same(g, w, name)

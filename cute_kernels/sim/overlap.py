@@ -5,8 +5,10 @@ griddepcontrol.launch_dependents; what the predecessor writes is certain to be v
 griddepcontrol.wait. Launches run one after the other here, so the lateness is made by hand: the
 second launch begins with the memory as it was before the first one. Its first griddepcontrol.wait
 starts an asynchronous operation, the end of the first launch, at which that one's writes appear;
-every griddepcontrol.wait blocks until then. A warp that neither waits nor synchronises with one
-that has waited reads old bytes, and what it writes there is overwritten.
+every griddepcontrol.wait blocks until then, in some schedules as long as anything else can happen.
+A warp that neither waits nor synchronises with one that has waited reads old bytes, and what it
+writes there is overwritten. Of a launch that never waits nothing says that it ends after its
+predecessor, so that the next one, which waits for it alone, does not see what that one wrote.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from cute_kernels.sim.checks import OutOfBounds
 from cute_kernels.sim.wait import Blocked, Signal
 
 _LOWEST, _HIGHEST = 1 << 32, 1 << 47  # addresses of a 64-bit process
+_Bytes = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 MOST_BYTES = 1 << 28  # larger predecessors are not kept: their writes are visible at once
 
 
@@ -31,8 +34,9 @@ class Overlap:
         # (view of an allocation, its contents before and after the last launch)
         self._old: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._next: list[tuple[np.ndarray, np.ndarray]] = []
-        # (view, offsets, bytes the predecessor wrote there)
-        self._hidden: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        # (view, offsets, bytes the predecessor wrote there, bytes before)
+        self._hidden: list[_Bytes] = []
+        self._unordered: list[_Bytes] = []  # written before a launch that did not wait for it
         self._ending = False  # the operation that reveals them is in flight
         self._revealed = Signal()
 
@@ -42,7 +46,10 @@ class Overlap:
         triggers = any(i.base == "griddepcontrol" and "launch_dependents" in i.mods for i in instrs)
         self._next = self._snapshot(params) if triggers else []
         if late:
+            self._hide_again()
             self._hide()
+        else:
+            self._unordered = []
         self._old = []
 
     def wait(self, sim: Any, warp: Any, instr: Any) -> Blocked | None:
@@ -52,23 +59,32 @@ class Overlap:
         if not self._ending:
             self._ending = True
             op = AsyncOp("grid", self.reveal, (warp, instr), label="end of the launch before")
-            sim.async_ops.add(op)
+            sim.async_ops.add_after(op, lambda: not sim.policy.late or sim.scheduler.idle)
         return Blocked(
             lambda: not self._hidden, "griddepcontrol.wait: the launch before", self._revealed
         )
 
     def reveal(self) -> None:
         """The predecessor is complete: its writes appear, also over what others wrote since."""
-        for view, where, new in self._hidden:
-            view[where] = new
+        _write(self._hidden)
         self._hidden, self._ending = [], False
         self._revealed.notify()
 
     def end(self) -> None:
-        """After a launch."""
+        """After a launch. The host sees everything."""
+        _write(self._unordered)
+        self._unordered = self._unordered + self._hidden if self._hidden else []
         self.reveal()
         self._old = [(view, before, view.copy()) for view, before in self._next]
         self._next = []
+
+    def _hide_again(self) -> None:
+        """What came before a launch that did not wait, where nothing has changed it since."""
+        again, self._unordered = self._unordered, []
+        for view, where, new, old in again:
+            if self._memory.search(view.ctypes.data, len(view)):
+                same = view[where] == new
+                self._unordered.append((view, where[same], new[same], old[same]))
 
     def _hide(self) -> None:
         if self._old:
@@ -80,8 +96,10 @@ class Overlap:
                 continue
             where = np.flatnonzero(view != before)
             if len(where):
-                self._hidden.append((view, where, view[where].copy()))
+                self._hidden.append((view, where, view[where].copy(), before[where]))
                 view[where] = before[where]
+        for view, where, _, old in self._unordered:
+            view[where] = old
 
     def _snapshot(self, params: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
         """Copies of the allocations that the parameters point into, tensor maps included."""
@@ -100,3 +118,8 @@ class Overlap:
             return []
         views = [self._memory.find(first, size) for first, size in found.items()]
         return [(view, view.copy()) for view in views]
+
+
+def _write(hidden: list[_Bytes]) -> None:
+    for view, where, new, _ in hidden:
+        view[where] = new

@@ -41,8 +41,9 @@ class Policy:
     """Schedule by name ("lazy", "eager", "random") and seed.
 
     `random` draws a temperament from the seed: how often asynchronous work goes first, the speed or
-    the priority of each warp, and which CTA of a cluster, if any, hears last of the commits of the
-    others (`far`), so that some seeds starve the copies, others a warp role or a CTA.
+    the priority of each warp, and which CTA of a cluster hears last of the commits of the others
+    (`far`) or else that the launch before takes as long as it can (`late`), so that some seeds
+    starve the copies, others a warp role, a CTA or the whole launch.
     """
 
     name: str = "lazy"
@@ -71,7 +72,12 @@ class Policy:
 
     def far(self, ctas: int) -> int | None:
         """Rank in a cluster of that size to which commits take as long as they can, or None."""
-        return self._far % ctas if self._far < 8 else None
+        return None if self.late else self._far % ctas
+
+    @property
+    def late(self) -> bool:
+        """Whether the end of the launch before comes after all that does not wait for it."""
+        return not self.random or self._far >= 8
 
     def speed(self) -> float:
         """Of a new warp: its priority, or the share of its turns that it takes."""

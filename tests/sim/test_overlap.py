@@ -70,11 +70,17 @@ def test_without_a_wait_the_writes_appear_at_the_end_over_what_the_second_launch
 def test_every_wait_blocks_until_the_first_launch_ends():
     overlap, data, _ = first_launch()
     overlap.begin([], b"", True)
-    machine = SimpleNamespace(async_ops=AsyncOps())
+    machine = SimpleNamespace(
+        async_ops=AsyncOps(),
+        policy=SimpleNamespace(late=True),
+        scheduler=SimpleNamespace(idle=False),
+    )
     warp = SimpleNamespace(agent=None)
     waits = [overlap.wait(machine, warp, None) for _ in range(2)]
     assert len(machine.async_ops) == 1, "one end, however many wait"
     assert not data.any() and not any(w.predicate() for w in waits)
+    assert machine.async_ops.oldest() is None, "others can still run"
+    machine.scheduler.idle = True
     machine.async_ops.oldest().run()
     assert data[7] == 8 and all(w.predicate() for w in waits)
     assert overlap.wait(machine, warp, None) is None
@@ -84,6 +90,27 @@ def test_a_wait_does_not_block_without_a_launch_before():
     overlap = Overlap(Memory(np.zeros(64, np.uint8)))
     overlap.begin([], b"", True)
     assert overlap.wait(SimpleNamespace(), None, None) is None
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_launch_that_never_waits_does_not_order_the_first_before_the_third(waits):
+    overlap, data, _ = first_launch()
+    overlap.begin(TRIGGER, np.array([data.ctypes.data], np.uint64).tobytes(), True)
+    if waits:
+        overlap.reveal()
+    data[16:20] = 7
+    overlap.end()
+    assert data[7] == 8, "the host sees both"
+    overlap.begin([], b"", True)
+    assert not data[16:20].any()
+    assert data[:8].any() == waits
+    overlap.reveal()  # the third one waits for the second
+    assert data[16:20].all()
+    assert data[:8].any() == waits
+    overlap.end()
+    assert data[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    overlap.begin([], b"", True)
+    assert data[7] == 8
 
 
 def test_an_ordinary_second_launch_sees_everything():

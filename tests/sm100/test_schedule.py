@@ -121,7 +121,7 @@ def test_a_dependent_kernel_sees_what_the_previous_one_wrote(pdl: bool) -> None:
     h = [t.data_ptr() for t in (second.rows, second.scale, g13, first.gx, gh)]
     for seed in range(4):
         second.rows.zero_()
-        with sim.Simulator(seed=seed, schedule="random"):
+        with sim.Simulator(seed=seed, schedule="random" if seed else "lazy"):
             first.call(l1, h)
             second.call(l2, [out.data_ptr(), one.data_ptr()])
         scale = nvfp4.unswizzle(second.scale, *second.scale.shape)
