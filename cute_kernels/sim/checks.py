@@ -32,6 +32,10 @@ class Checks:
     shared_overwrite: bool = True  # write of bytes that an asynchronous operation may still read
     shared_race: bool = True  # access of bytes that an asynchronous operation may be writing
     mbarrier: bool = True  # re-initialisation, transaction and arrival overflow, missed phases
+    # an mbarrier is used by another CTA, a copy or a commit before the warp that initialised it has
+    # executed fence.mbarrier_init or fence.proxy.async. Off: whether all published kernels do is
+    # not known
+    mbarrier_init_fence: bool = False
     tmem_pending_load: bool = True  # TMEM overwritten or released under an unfinished tcgen05.ld
     tmem_race: bool = True  # TMEM accessed while an asynchronous operation may be writing it
     wgmma_registers: bool = True  # registers of a wgmma changed in flight or without wgmma.fence

@@ -15,7 +15,7 @@ from .checks import (
     UnsupportedInstruction,
     check_async_access,
 )
-from .sync import barrier_at
+from .sync import barrier_at, publish_barriers
 
 _PLAIN_FENCES = {"acq_rel", "sc", "acquire", "release", "mbarrier_init", "proxy"}
 
@@ -31,6 +31,7 @@ def fence_proxy(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     if kind == "async" or kind.startswith("async::"):
         if "global" not in instr.mods:
             _fence_async(warp, mask)
+            publish_barriers(warp)
         return
     if kind.startswith("tensormap"):
         if "acquire" in instr.mods:
@@ -75,6 +76,8 @@ def fence(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     """fence.{acq_rel, sc, mbarrier_init, ...}: memory is sequentially consistent here."""
     if instr.mods and instr.mods[0] not in _PLAIN_FENCES:
         raise UnsupportedInstruction(f"unknown fence {instr.opcode}")
+    if "mbarrier_init" in instr.mods:
+        publish_barriers(warp)
 
 
 def griddep_wait(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> Any:

@@ -32,6 +32,7 @@ class MBarrier:
         self.memory = Memory()
         self.born = -1  # epoch of its initialisation
         self.maker: Any = None  # warp that did it
+        self.published = False  # that warp has put a fence behind it
         self.signal = Signal()
 
     def __str__(self) -> str:
@@ -46,6 +47,15 @@ class MBarrier:
         if self.cta.launch.sim.checks.mbarrier:
             raise BarrierError(f"{text}\n  {self}")
 
+    def reach(self, who: str) -> None:
+        """`who`, another CTA or an asynchronous operation, uses the barrier."""
+        checked = self.cta.launch.sim.checks.mbarrier_init_fence
+        if checked and self.maker and not self.published:
+            raise BarrierError(
+                f"used by {who}, but warp {self.maker.warp_id} of its CTA has put no "
+                f"fence.mbarrier_init (or fence.proxy.async) behind its initialisation\n  {self}"
+            )
+
     def expect(self, tx: int) -> None:
         """expect-tx: the phase needs `tx` more bytes."""
         self.tx += tx
@@ -56,6 +66,7 @@ class MBarrier:
 
     def complete_tx(self, tx: int) -> None:
         """complete-tx: `tx` bytes have arrived."""
+        self.reach("a copy")
         self._traced()
         self.memory.arrive(self.cta.launch)
         self.expect(-tx)
@@ -101,7 +112,10 @@ def find_barrier(warp: Any, addr: int) -> MBarrier:
         BarrierError: none was initialised there, it was invalidated, or a store destroyed it.
     """
     cta, offset = target(warp, addr, 8, 8)
-    return barrier_at(cta, offset, warp)
+    barrier = barrier_at(cta, offset, warp)
+    if cta is not warp.cta:
+        barrier.reach(f"a warp of cluster rank {warp.cta.rank}")
+    return barrier
 
 
 def barrier_at(cta: Any, offset: int, warp: Any = None) -> MBarrier:
@@ -155,6 +169,13 @@ def mbarrier_init(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
         shared.data[offset : offset + 8] = _MAGIC
         shared.init[offset : offset + 8] = 1
         shared.writer[offset : offset + 8] = 0
+
+
+def publish_barriers(warp: Any) -> None:
+    """A fence behind the initialisations by this warp."""
+    for barrier in warp.cta.barriers.values():
+        if barrier.maker is warp:
+            barrier.published = True
 
 
 def mbarrier_inval(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:

@@ -311,7 +311,9 @@ def commit(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
 
     def arrive(dest: Any) -> None:
         target(warp, dest.rank << 24 | offset, 8, 8)
-        barrier_at(dest, offset).arrive()
+        barrier = barrier_at(dest, offset)
+        barrier.reach("a commit")
+        barrier.arrive()
 
     def run() -> None:
         for release in releases:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from cute_kernels.sim.checks import (
+    BarrierError,
+    Checks,
     Deadlock,
     IllegalInstruction,
     MissingProxyFence,
@@ -437,3 +439,15 @@ def test_cp_source_is_busy_until_the_commit_arrives():
     m.add(0, text, LANE0, a=0, d=descriptor(4096, 128), s=src)
     with pytest.raises(SharedOverwrite):
         m.run()
+
+
+@pytest.mark.parametrize("fence", ["mbarrier_init.release.cluster", "proxy.async", ""])
+def test_a_commit_needs_a_fence_behind_the_initialisation_of_its_barrier(fence):
+    m = Machine(checks=Checks(mbarrier_init_fence=True))
+    init, rest = COMMIT.format(g=1).split("; ", 1)
+    m.add(0, f"{init}; " + (f"fence.{fence}; " if fence else "") + rest, LANE0)
+    if fence:
+        m.run()
+    else:
+        with pytest.raises(BarrierError, match=r"used by a commit, but warp 0 .* no fence"):
+            m.run()

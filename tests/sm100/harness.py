@@ -17,6 +17,7 @@ from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
 from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
 from cute_kernels.torch_math import TORCH_MATH
 
+CHECKS = sim.Checks(mbarrier_init_fence=True)
 GUARD = 4096  # poisoned elements in front of and behind every buffer
 NAN = float("nan")
 BAD_INDEX = 1 << 30
@@ -106,7 +107,7 @@ class Data:
 
     def launch(self, config: GemmConfig, epilogue: Any, outputs: list[int], **schedule: Any) -> Any:
         kernel = self.kernel(config, epilogue)
-        with sim.Simulator(**schedule) as s:
+        with sim.Simulator(checks=CHECKS, **schedule) as s:
             self.call(kernel, outputs)
         self.assert_inputs_intact()
         return s.launches[0]

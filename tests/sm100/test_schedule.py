@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from cutlass import cute
 
 from cute_kernels import compile as compiler
 from cute_kernels import nvfp4, sim
@@ -15,7 +16,7 @@ from cute_kernels.config import GemmConfig
 from cute_kernels.device.epilogues import ActivationQuantize, StoreRows
 from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
 from tests.sm100.configs import DECODE, MAIN, OTHER, names
-from tests.sm100.harness import Data, Problem, equal_bits, store_rows
+from tests.sm100.harness import CHECKS, Data, Problem, equal_bits, store_rows
 
 # the smallest shapes with more stages than fit, a second row tile, a second item per cluster
 SMALL = {c: Problem((3, c.tile_rows + 1), n=c.tile_columns, k=320, gathered=True) for c in MAIN}
@@ -61,6 +62,20 @@ def test_a_release_that_finds_its_cta_gone_is_noticed(config: GemmConfig) -> Non
             assert "whose CTA has ended" in str(error)
             noticed += 1
     assert noticed
+
+
+class Unfenced(Sm100GroupedGemm):
+    """Compiled without the fence behind the initialisation of the barriers."""
+
+
+def test_barriers_without_their_fence_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data(Problem((3,), n=128, k=256))
+    right = data.kernel(DECODE, StoreRows("Float32"))
+    kernel = Unfenced(right.load, right.epilogue, right.config)
+    monkeypatch.setattr(cute.arch, "mbarrier_init_fence", lambda: None)
+    out, one = torch.empty_like(data.acc), torch.ones(1)
+    with pytest.raises(sim.SimError, match="used by a copy"), sim.Simulator(checks=CHECKS):
+        data.call(kernel, [out.data_ptr(), one.data_ptr()])
 
 
 def dynamic(config: GemmConfig) -> GemmConfig:
