@@ -29,6 +29,7 @@ from cute_kernels.launch import arch_of
 from cute_kernels.torch_router import Selection
 
 ROTATE_BYTES = 400 << 20
+MOST_SETS = 16
 INTER = 2048  # I of DeepSeek-V3 and V4-Flash
 Op = Callable[[], object]
 
@@ -80,11 +81,13 @@ def copy_rate(size: int = 2 << 30) -> float:
 
 
 class Shape:
-    """Rotating inputs for ``tokens`` tokens."""
+    """Rotating inputs for ``tokens`` tokens, at most ``most`` of each."""
 
-    def __init__(self, tokens: int, hidden: int, experts: int, top_k: int) -> None:
+    def __init__(
+        self, tokens: int, hidden: int, experts: int, top_k: int, most: int = MOST_SETS
+    ) -> None:
         self.tokens, self.hidden, self.experts, self.top_k = tokens, hidden, experts, top_k
-        sets = max(1, min(16, ROTATE_BYTES // (tokens * hidden * 2)))
+        sets = max(1, min(most, ROTATE_BYTES // (tokens * hidden * 2)))
         g = torch.Generator("cuda").manual_seed(tokens)
 
         def rand(*shape: int) -> Tensor:
@@ -96,7 +99,7 @@ class Shape:
         self.ids = [c.indices.int() for c in chosen]
         self.weights = [c.values.softmax(-1) for c in chosen]
         self.plans = [ops.sort_routes(i, w, experts) for i, w in zip(self.ids, self.weights)]
-        row_sets = max(1, min(16, ROTATE_BYTES // (tokens * top_k * hidden * 2)))
+        row_sets = max(1, min(most, ROTATE_BYTES // (tokens * top_k * hidden * 2)))
         self.rows = [rand(tokens * top_k, hidden).bfloat16() for _ in range(row_sets)]
         self.scale_rows = [int(nvfp4.grouped_scale_offsets(plan[0])[-1]) for plan in self.plans]
 
@@ -288,6 +291,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument(
+        "--sets", type=int, default=MOST_SETS,
+        help="most inputs that rotate; 1: the same again and again, from the L2 where it fits",
+    )  # fmt: skip
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "needs a CUDA GPU: these are times\n")
@@ -299,7 +306,7 @@ def main() -> None:
     )
     rows = []
     for tokens in args.tokens:
-        shape = Shape(tokens, args.hidden, args.experts, args.top_k)
+        shape = Shape(tokens, args.hidden, args.experts, args.top_k, args.sets)
         for row in bench(shape, rate, args.only) + (variants(shape, rate) if args.variants else []):
             rows.append(row)
             sys.stdout.write(
