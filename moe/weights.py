@@ -459,6 +459,11 @@ def _check_count(name: str, tensors: tuple[Tensor | None, ...], experts: int) ->
 
 
 def _check_projections(gate: Tensor, up: Tensor | None, down: Tensor) -> None:
+    if not isinstance(gate, Tensor):
+        raise TypeError(
+            f"gate must be a tensor (E, I, H), got {type(gate).__name__}: without a gate the "
+            "only projection is given as gate, and up is None"
+        )
     if gate.dim() != 3 or down.dim() != 3:
         raise ValueError(
             f"gate must be (E, I, H) and down (E, H, I), got {tuple(gate.shape)} and "

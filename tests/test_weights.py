@@ -294,6 +294,8 @@ def test_from_bf16_refuses_shapes() -> None:
         ExpertWeights.from_bf16(gate[0], up[0], down)
     with pytest.raises(TypeError, match="float64"):
         ExpertWeights.from_bf16(gate.double(), up.double(), down.double())
+    with pytest.raises(TypeError, match="only projection is given as gate"):
+        ExpertWeights.from_bf16(None, up, down)  # type: ignore[arg-type]
 
 
 def test_from_bf16_takes_views_without_changing_a_byte() -> None:
