@@ -34,10 +34,10 @@ test: lint
 test-gpu: setup
 	$(PY) -m pytest -m "gpu or sm90 or sm100 or dist"
 
-# The main configurations of the tcgen05 GEMM under 1,000 random schedules each, about 20 minutes on 2 idle cores; then what
-# the test run leaves out for time (marker slow).
+# The main configurations of the tcgen05 GEMM under 1,000 random schedules each, about 20 minutes on 2 idle cores, those of
+# the Hopper GEMM under 300; then what the test run leaves out for time (marker slow).
 fuzz: setup
-	$(PY) -m pytest -n $(JOBS) tests/sm100/fuzz.py
+	$(PY) -m pytest -n $(JOBS) tests/sm100/fuzz.py tests/sm90/fuzz.py
 	$(PY) -m pytest -n $(JOBS) -m slow
 
 # Published kernels of other projects, unmodified, in the simulator: installs them into a venv of their own.
