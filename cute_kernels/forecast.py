@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from cute_kernels.config import (
     CLOCK,
+    DECODE_STEP,
     EPILOGUE_CLOCKS,
     FABRIC,
     FP4_HIDDEN,
@@ -29,7 +30,6 @@ SMS = USABLE_SMS
 FILL = 130.0  # bytes per clock into one SM
 LAUNCH = 3.0  # microseconds per kernel in a stream
 LATENCY = 1300.0  # clocks from the launch to the first MMA, L2 or DRAM latency included
-DECODE_STEP = 16
 ERROR = 0.1  # relative: 3 % on grouped GEMMs of 4096 rows an expert, 8 % on smaller ones
 FP4 = 9 / 16  # bytes of an NVFP4 element, scale included
 

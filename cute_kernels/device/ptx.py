@@ -332,13 +332,16 @@ def encode_e2m1x8_integer(values) -> Uint32:
 
 
 def wait_for_previous_kernel() -> None:
-    """Programmatic dependent launch: nothing of the previous kernel is visible before this
-    returns."""
+    """Programmatic dependent launch: what the previous kernel wrote is certain to be visible only
+    after this, and nothing that it reads may be written before. Every kernel waits, also one that
+    needs nothing of the previous one: the next kernel waits for this one alone."""
     cutlass.cute.arch.griddepcontrol_wait()
 
 
 def allow_next_kernel() -> None:
-    """The next kernel may start its prologue; it still waits for this one to end."""
+    """The next kernel may start its prologue once all CTAs have been here or have ended; it still
+    waits for this one to end. Stands behind the wait, so that what a prologue reads of older
+    kernels is complete."""
     cutlass.cute.arch.griddepcontrol_launch_dependents()
 
 

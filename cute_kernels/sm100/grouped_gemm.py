@@ -495,7 +495,8 @@ class Sm100GroupedGemm:
     @cute.jit
     def epilogue_loop(self, tmem, bars, items, scratch, args, n):
         """TMEM -> registers, ``width`` columns at a time; thread t of the CTA owns accumulator row
-        t."""
+        t. The first use of a loaded register waits for its load (ptxas sees to it); the release of
+        the accumulator uses none, so it alone needs tcgen05.wait::ld."""
         c, plan = self.config, self.plan
         width = plan.width(self.epilogue)
         mma, _ = self.tiled_mmas()
