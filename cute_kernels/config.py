@@ -23,7 +23,9 @@ class GemmConfig:
     tile_n    64, 128 or 256 columns of an MMA tile
     pairs     MMA tiles side by side in M in a cluster; they share the N operand by multicast
     columns   MMA tiles side by side in N in a cluster; they share the M operand by multicast
-    decode    weights on M and routed rows on N, as many as there are up to tile_n = 64; one CTA
+              (the cluster shape, in CTAs: ctas * pairs along M, columns along N)
+    decode    swap-AB: weights on M and routed rows on N, as many as there are up to tile_n = 64;
+              one CTA
     dynamic   work items come from an atomic counter instead of a stride over the clusters
     tile_k    256: 128 bytes of codes, one 128-byte swizzle span
 

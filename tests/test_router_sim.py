@@ -153,10 +153,11 @@ def test_strided_biases() -> None:
 # ---- one kernel after another: each is launched before the one in front of it has ended
 
 
-def route(x: Tensor, packed: Any, how: Selection, experts: int) -> tuple[Tensor, ...]:
+def route(rows: Tensor, token_rows: Tensor, packed: Any, how: Selection) -> tuple[Tensor, ...]:
+    x = ops.combine(rows, token_rows)  # the layer before
     logits = router_ops.router_logits(x, packed)
     ids, weights = router_ops.router_topk(logits, how)
-    return logits, ids, weights, *ops.sort_routes(ids, weights, experts, 0, experts)
+    return x, logits, ids, weights, *ops.sort_routes(ids, weights, 40, 0, 40)
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
@@ -166,12 +167,16 @@ def test_kernels_wait_for_each_other(
 ) -> None:
     if not few:
         use_tiles(monkeypatch, 2)
-    x, weight, how = hostile(9, 136, torch.bfloat16), router_weight(40, 136), Selection(3)
+    g = torch.Generator().manual_seed(seed)
+    rows, weight = torch.randn(18, 136, generator=g).bfloat16(), torch.randn(40, 136, generator=g)
+    token_rows, how = torch.randperm(18, generator=g).int().view(9, 2), Selection(3)
     packed = router_ops.pack_weights(weight)
-    got = simulate(route, x, packed, how, 40, schedule=schedule, seed=seed)
+    got = simulate(route, rows, token_rows, packed, how, schedule=schedule, seed=seed)
+    x = ops.combine(rows, token_rows)
     logits = router_logits(x, weight)
     ids, weights = torch_router.select(logits, how)
-    want = (logits, ids, weights, *ops.sort_routes(ids, weights, 40, 0, 40))
-    names = ("logits", "ids", "weights", "offsets", "row_token", "row_weight", "token_rows")
-    for g, w, name in zip(got, want, names, strict=True):
-        assert_same(g, w, name)
+    assert len(ids.unique()) > 3, "old bytes must not choose the same"
+    want = (x, logits, ids, weights, *ops.sort_routes(ids, weights, 40, 0, 40))
+    names = ("x", "logits", "ids", "weights", "offsets", "row_token", "row_weight", "token_rows")
+    for a, b, name in zip(got, want, names, strict=True):
+        assert_same(a, b, name)

@@ -2,8 +2,8 @@
 serves both plans.
 
     prefill  rows on M, weights on N: an accumulator row is a routed row
-    decode   weights on M, rows on N: an expert with few rows fills the MMA with its weights, and N
-             is as large as the rows need, in steps of `DECODE_STEP`
+    decode   weights on M, rows on N ("swap-AB"): an expert with few rows fills the MMA with its
+             weights, and N is as large as the rows need, in steps of `DECODE_STEP`
 """
 
 from __future__ import annotations
