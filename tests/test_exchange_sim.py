@@ -124,6 +124,25 @@ def send(trip: Trip, form: str, wire: Wire) -> None:
     assert_sent(got, want, wire, booking)
 
 
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_sending_waits_for_the_booking(schedule: str, seed: int) -> None:
+    """It is launched before the booking has ended."""
+    trip = Trip(9, room=(4, 11))
+    ids, sizes, wire = trip.topk_ids(), trip.sizes(), Wire(trip.hidden, trip.top_k, True, True)
+    booking = exchange_ops.book_places(ids, *sizes, trip.overflow(), kernels=False)
+    source, mix = source_of(trip, "codes"), torch.rand(ids.shape)
+    shape = (trip.places(booking), wire.row_bytes)
+    got, want = (torch.full(shape, POISON, dtype=torch.uint8) for _ in range(2))
+
+    def both() -> Any:
+        booked = exchange_ops.book_places(ids, *sizes, trip.overflow())
+        exchange_ops.send_rows(source, booked, mix, wire, got, 4)
+
+    simulate(both, schedule=schedule, seed=seed)
+    exchange_ops.send_rows(source, booking, mix, wire, want, 4, kernels=False)
+    assert_sent(got, want, wire, booking)
+
+
 @pytest.mark.parametrize(
     ("hidden", "quantized", "on_wire"),
     [
