@@ -139,7 +139,9 @@ def decode_rows(raw: np.ndarray, fmt: str) -> np.ndarray:
     if fmt == "f16":
         return raw.view(np.float16).astype(np.float64)
     if fmt == "bf16":
-        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            return values.astype(np.float64)
     if fmt == "tf32":
         return (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     raise AssertionError(fmt)
