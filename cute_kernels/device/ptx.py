@@ -338,6 +338,19 @@ def wait_for_previous_kernel() -> None:
     cutlass.cute.arch.griddepcontrol_wait()
 
 
+def before_thread_sync() -> None:
+    """Orders this thread's tcgen05.ld, which have been waited for, before the signal that follows
+    (PTX ISA, "Specialized inter-thread synchronization for tcgen05 instructions"). A commit needs
+    none."""
+    inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def after_thread_sync() -> None:
+    """Orders the tcgen05 operations that follow behind the wait before it: without, a load of an
+    accumulator may start before the barrier that announces it."""
+    inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
 def allow_next_kernel() -> None:
     """The next kernel may start its prologue once all CTAs have been here or have ended; it still
     waits for this one to end. Stands behind the wait, so that what a prologue reads of older

@@ -36,6 +36,10 @@ class Checks:
     # executed fence.mbarrier_init or fence.proxy.async. Off: whether all published kernels do is
     # not known
     mbarrier_init_fence: bool = False
+    # tcgen05.fence::before_thread_sync ahead of the signal that other threads may overwrite what
+    # was loaded, ::after_thread_sync behind the wait that orders another thread's operation. Off:
+    # published kernels leave them out
+    tcgen05_fence: bool = False
     tmem_pending_load: bool = True  # TMEM overwritten or released under an unfinished tcgen05.ld
     tmem_race: bool = True  # TMEM accessed while an asynchronous operation may be writing it
     wgmma_registers: bool = True  # registers of a wgmma changed in flight or without wgmma.fence

@@ -158,6 +158,7 @@ def mma(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
             part.add(share.cta.shared.async_reads, 1)
         for area in share.d:
             share.cta.tmem.mark(area, True, stamp)
+            share.cta.tmem.issued(area, warp)
         for area in share.reads:
             share.cta.tmem.mark(area, False, stamp)
 

@@ -108,6 +108,8 @@ class WarpAgent:
         default_factory=list
     )  # regions read by tcgen05.ld and not waited for
     tmem_stores: list[Any] = field(default_factory=list)
+    tmem_unfenced: list[Any] = field(default_factory=list)  # loads over, no fence since
+    tmem_known: Any = None  # clock at the last tcgen05.fence::after_thread_sync
     joined: dict[int, Any] = field(
         default_factory=dict
     )  # instruction -> named barrier generation it arrived at

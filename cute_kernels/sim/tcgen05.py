@@ -27,7 +27,7 @@ from .checks import (
 )
 from .descriptors import SmemDescriptor
 from .sync import barrier_at
-from .tmem import LANES, PIPE_BITS, Region, Tmem, split
+from .tmem import LANES, PIPE_BITS, UNFENCED, Region, Tmem, split
 from .wait import Blocked
 
 
@@ -222,6 +222,8 @@ def load(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
     for area in areas:
         tmem.check_read(area, "tcgen05.ld", sim.checks)
         tmem.check_written(area, "tcgen05.ld", sim.checks)
+        if sim.checks.tcgen05_fence:
+            tmem.check_fenced(area, "tcgen05.ld", warp)
     lane, column = areas[0].lane, areas[0].column
     if pack == 2:
         cells = (
@@ -404,7 +406,16 @@ _WARPX2 = {
 
 
 def order_fence(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:
-    """tcgen05.fence::{before,after}_thread_sync: the machine is sequential here."""
+    """tcgen05.fence::{before,after}_thread_sync: the machine is sequential, so they only mark what
+    `Checks.tcgen05_fence` asks for."""
+    agent = warp.agent
+    if "fence::after_thread_sync" in instr.mods:
+        agent.tmem_known = agent.clock.known.copy()
+        return
+    for tmem, area in agent.tmem_unfenced:
+        done = tmem.read_done[area.index]
+        done[done == UNFENCED] = warp.cta.launch.epoch
+    agent.tmem_unfenced = []
 
 
 def unsupported(sim: Any, warp: Any, instr: Any, mask: np.ndarray) -> None:

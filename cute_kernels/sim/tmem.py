@@ -17,6 +17,7 @@ from .checks import Checks, TmemError, TmemLeak, TmemRace, UninitialisedRead
 from .wait import Signal
 
 LANES, COLUMNS = 128, 512
+UNFENCED = 1 << 59  # a load is over, and no tcgen05.fence::before_thread_sync has followed
 PIPE_BITS = 12  # a busy mark is sequence << PIPE_BITS | pipe
 
 
@@ -73,6 +74,9 @@ class Tmem:
         self.read_done = np.full((LANES, COLUMNS), -1, np.int64)
         self.reader = np.full((LANES, COLUMNS), -1, np.int16)
         self.readers: dict[int, int] = {}  # slot -> warp
+        # epoch at which the last MMA or copy into a cell was issued, and the slot of its warp
+        self.written_at = np.full((LANES, COLUMNS), -1, np.int64)
+        self.writer = np.zeros((LANES, COLUMNS), np.int16)
         self.owned = np.zeros(COLUMNS, bool)
         self.allocations: list[Allocation] = []
         self.relinquished = False
@@ -90,17 +94,61 @@ class Tmem:
         """A tcgen05.ld of this warp is over: its registers were used, or waited for."""
         self.loads[area.index] -= 1
         self.read_done[area.index] = warp.cta.launch.epoch
+        if warp.cta.launch.sim.checks.tcgen05_fence:
+            self.read_done[area.index] = UNFENCED
+            warp.agent.tmem_unfenced.append((self, area))
         self.reader[area.index] = warp.agent.clock.slot
         self.readers |= {warp.agent.clock.slot: warp.warp_id}
+
+    def issued(self, area: Region, warp: Any) -> None:
+        """`warp` has issued an operation that will write the cells."""
+        self.written_at[area.index] = warp.cta.launch.epoch
+        self.writer[area.index] = warp.agent.clock.slot
+
+    def check_fenced(self, area: Region, what: str, warp: Any) -> None:
+        """A load by `warp`: it has fenced behind the wait that orders what others wrote."""
+        known = self._known(warp)
+        if (self.written_at[area.index] > known[self.writer[area.index]]).any():
+            raise TmemRace(
+                f"{what} reads {area}, which another warp wrote: tcgen05.fence::after_thread_sync "
+                "is missing behind the wait for it"
+            )
+
+    @staticmethod
+    def _known(warp: Any) -> np.ndarray:
+        """What the warp knew at its last tcgen05.fence::after_thread_sync."""
+        clock = warp.agent.clock
+        known = np.full_like(clock.known, -1)
+        if warp.agent.tmem_known is not None:
+            known = warp.agent.tmem_known.copy()
+        known[clock.slot] = clock.known[clock.slot]
+        return known
 
     def check_ordered(self, area: Region, what: str, warp: Any) -> None:
         """A write by `warp`: whoever read the cells has told it so afterwards, through barriers."""
         if not self.readers:
             return
-        late = self.read_done[area.index] > warp.agent.clock.known[self.reader[area.index]]
+        strict = warp.cta.launch.sim.checks.tcgen05_fence
+        known = self._known(warp) if strict else warp.agent.clock.known
+        late = self.read_done[area.index] > known[self.reader[area.index]]
         if late.any():
             lane, column = np.argwhere(late)[0]
             reader = self.readers[int(self.reader[area.lane + lane, area.column + column])]
+            if (
+                strict
+                and not (
+                    self.read_done[area.index] > warp.agent.clock.known[self.reader[area.index]]
+                ).any()
+            ):
+                raise TmemRace(
+                    f"{what} overwrites or frees {area}, which warp {reader} has read: "
+                    "tcgen05.fence::after_thread_sync is missing behind the wait for it"
+                )
+            if (self.read_done[area.index] == UNFENCED).any():
+                raise TmemRace(
+                    f"{what} overwrites or frees {area}, which warp {reader} has read: "
+                    "tcgen05.fence::before_thread_sync is missing before its signal"
+                )
             raise TmemRace(
                 f"{what} overwrites or frees {area}, which a tcgen05.ld of warp {reader} may still "
                 "read: that warp signalled before its load was over (tcgen05.wait::ld is missing "

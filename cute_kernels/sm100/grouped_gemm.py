@@ -267,10 +267,12 @@ class Sm100GroupedGemm:
         else:
             self.epilogue_loop(tmem, bars, items, scratch, epilogue, problem.n)
 
+        ptx.before_thread_sync()  # loads behind the last release, before the columns are freed
         self.sync()
         if cutlass.const_expr(self.pdl):
             ptx.allow_next_kernel()
         if warp == 0:
+            ptx.after_thread_sync()
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.ctas == 2)
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=c.ctas == 2)
 
@@ -441,6 +443,7 @@ class Sm100GroupedGemm:
         while work.found:
             acc_full, acc_empty, phase = self.acc_barriers(bars, count)
             cute.arch.mbarrier_wait(acc_empty, phase ^ 1)
+            ptx.after_thread_sync()
             tCtAcc = tCtAccs[(None, None, None, count & 1)]
             tile = self.plan.tile(c, work, rank)
             # a tile of fewer than 128 rows begins inside a scale tile: 4 scales a column of 32 rows
@@ -526,6 +529,7 @@ class Sm100GroupedGemm:
             release_after = -(-c.sf_columns // width) if c.overlapped else num_steps
             begun = plan.begin(self.epilogue, args, where)
             cute.arch.mbarrier_wait(acc_full, phase)
+            ptx.after_thread_sync()
             for i in cutlass.range(num_steps, unroll=1):
                 j = i
                 if cutlass.const_expr(c.overlapped):  # noqa: SIM102 (one is compile-time)
@@ -542,6 +546,7 @@ class Sm100GroupedGemm:
     def release_accumulator(self, acc_empty, leader):
         """What the MMA may overwrite next is in this warp's registers."""
         cute.arch.fence_view_async_tmem_load()
+        ptx.before_thread_sync()
         with cute.arch.elect_one():
             if cutlass.const_expr(self.config.ctas == 1):
                 cute.arch.mbarrier_arrive(acc_empty)

@@ -44,7 +44,7 @@ def test_all_checks_can_be_turned_off():
     assert not any(dataclasses.asdict(Checks.none()).values())
     on = dataclasses.asdict(Checks())
     off = {name for name, value in on.items() if not value}
-    assert off == {"cp_async_fence", "barrier_self", "mbarrier_init_fence"}
+    assert off == {"cp_async_fence", "barrier_self", "mbarrier_init_fence", "tcgen05_fence"}
 
 
 def test_byte_sets():

@@ -17,7 +17,7 @@ from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
 from cute_kernels.sm100.loads import ContiguousRows, GatheredRows
 from cute_kernels.torch_math import TORCH_MATH
 
-CHECKS = sim.Checks(mbarrier_init_fence=True)
+CHECKS = sim.Checks(mbarrier_init_fence=True, tcgen05_fence=True)
 GUARD = 4096  # poisoned elements in front of and behind every buffer
 NAN = float("nan")
 BAD_INDEX = 1 << 30

@@ -4,6 +4,7 @@ dependent launches."""
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cute_kernels import compile as compiler
 from cute_kernels import nvfp4, sim
 from cute_kernels.activations import SwiGLU
 from cute_kernels.config import GemmConfig
+from cute_kernels.device import ptx
 from cute_kernels.device.epilogues import ActivationQuantize, StoreRows
 from cute_kernels.sm100.grouped_gemm import Sm100GroupedGemm
 from tests.sm100.configs import DECODE, MAIN, OTHER, names
@@ -76,6 +78,48 @@ def test_barriers_without_their_fence_are_noticed(monkeypatch: pytest.MonkeyPatc
     out, one = torch.empty_like(data.acc), torch.ones(1)
     with pytest.raises(sim.SimError, match="used by a copy"), sim.Simulator(checks=CHECKS):
         data.call(kernel, [out.data_ptr(), one.data_ptr()])
+
+
+class NoBefore(Sm100GroupedGemm):
+    """Compiled without tcgen05.fence::before_thread_sync."""
+
+
+class NoAfter(Sm100GroupedGemm):
+    """Compiled without tcgen05.fence::after_thread_sync."""
+
+
+class NoAfterEmpty(Sm100GroupedGemm):
+    """Compiled without the tcgen05.fence::after_thread_sync of the MMA warp."""
+
+    def mma_loop(self, *args):
+        with mock.patch.object(ptx, "after_thread_sync", lambda: None):
+            return Sm100GroupedGemm.mma_loop(self, *args)
+
+
+@pytest.mark.parametrize("config", [DECODE, MAIN[-1]], ids=names)
+@pytest.mark.parametrize(
+    ("kind", "patched", "message"),
+    [
+        (NoBefore, "before_thread_sync", "before_thread_sync is missing before its signal"),
+        (NoAfter, "after_thread_sync", "after_thread_sync is missing behind the wait"),
+        (NoAfterEmpty, None, "overwrites or frees .*after_thread_sync is missing"),
+    ],
+    ids=["before", "after", "mma"],
+)
+def test_tcgen05_fences_left_out_are_noticed(kind, patched, message, config, monkeypatch) -> None:
+    """PTX ISA, canonical synchronization patterns of tcgen05: mma, commit | wait, fence, ld; and
+    ld, wait::ld, fence, arrive | wait, fence, mma. In every order of the asynchronous work."""
+    rows = 3 * config.tile_rows  # the accumulators come round
+    data = Data(Problem((rows,), n=3 * config.tile_columns, k=64))
+    right = data.kernel(config, StoreRows("Float32"))
+    kernel = kind(right.load, right.epilogue, right.config)
+    if patched:
+        monkeypatch.setattr(ptx, patched, lambda: None)
+    out, one = torch.empty_like(data.acc), torch.ones(1)
+    for schedule, seed in (("lazy", 0), ("eager", 0), ("random", 1)):
+        simulator = sim.Simulator(seed, schedule, checks=CHECKS)
+        with pytest.raises(sim.SimError, match=message), simulator:
+            data.call(kernel, [out.data_ptr(), one.data_ptr()])
 
 
 def dynamic(config: GemmConfig) -> GemmConfig:
