@@ -93,6 +93,7 @@ class _State:
         self.warming = 0
         self.preparing = 0
         self.simulated = False
+        self.target = "sm_100a"  # of CPU tensors: that of the simulator `simulating` has seen last
         self.runtime_loaded = False
 
 
@@ -213,7 +214,9 @@ def clusters_at_once(device: Any, cluster: int, multiprocessors: Callable[[Any],
 def simulating() -> bool:
     """Do kernel launches on CPU tensors run right now, that is, is a simulator active?"""
     module = sys.modules.get("cute_kernels.sim.simulator")  # nobody imported it: none is active
-    return module is not None and module.Simulator.active is not None
+    active = None if module is None else module.Simulator.active
+    _state.target = "sm_100a" if active is None else active.arch
+    return active is not None
 
 
 def simulated() -> bool:
@@ -223,9 +226,8 @@ def simulated() -> bool:
 
 def simulated_arch() -> str:
     """Compile target of CPU tensors: that of the active simulator."""
-    module = sys.modules.get("cute_kernels.sim.simulator")
-    active = None if module is None else module.Simulator.active
-    return "sm_100a" if active is None else str(active.arch)
+    simulating()
+    return _state.target
 
 
 # ---- keys
@@ -339,7 +341,7 @@ def load_made(recipe: tuple[Any, ...], device: Any, arch_of: Callable[[Any], str
 
     The arguments are compile-time constants, as the fields of the kernel are.
     """
-    where = simulated_arch() if _state.simulated else device
+    where = _state.target if _state.simulated else device
     found = _state.recipes.get((recipe, where))
     if found is None:
         make, *arguments = recipe
@@ -400,12 +402,11 @@ def _build(kernel: Any, arch: str, disk: DiskCache, name: str) -> Launcher:
 
     _load_runtime()
     with tempfile.TemporaryDirectory(prefix="nvfp4-megamoe-") as scratch:
-        if _state.simulated:  # else the DSL takes this for a cross compile, which cannot be run
-            _dsl().envar.arch = arch
-        options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {shlex.quote(scratch)}"
-        function = cute.compile(
-            kernel, *_examples(kernel.arguments), _fake_stream(), options=options
-        )
+        with _target(arch):
+            options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {shlex.quote(scratch)}"
+            function = cute.compile(
+                kernel, *_examples(kernel.arguments), _fake_stream(), options=options
+            )
         ptx, cubin = function.__ptx__, function.__cubin__
     files = {
         "kernel.o": function.dump_to_object(SYMBOL),
@@ -418,6 +419,20 @@ def _build(kernel: Any, arch: str, disk: DiskCache, name: str) -> Launcher:
         "arch": arch,
     }
     return Launcher(kernel, arch, function, disk.store(name, files, meta))
+
+
+@contextlib.contextmanager
+def _target(arch: str) -> Iterator[None]:
+    """For the simulator: the DSL runs what is compiled for the target of its environment alone."""
+    if not _state.simulated:
+        yield
+        return
+    settings = _dsl().envar
+    before, settings.arch = settings.arch, arch
+    try:
+        yield
+    finally:
+        settings.arch = before
 
 
 def _dsl() -> Any:

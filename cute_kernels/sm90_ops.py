@@ -65,10 +65,9 @@ _CONFIGS = {c.name: c for c in CONFIGS}
 
 
 def sm90_available(device: torch.device) -> Availability:
-    """Can the kernels run on this GPU, or, once `compile.enable_simulator` was called, on CPU
-    tensors inside ``sim.Simulator(arch="sm_90a")``? Outside of it these get plain PyTorch."""
-    if device.type == "cpu" and compiler.simulated():
-        return Availability(True, 'the compiled kernels inside sim.Simulator(arch="sm_90a"), slow')
+    """Can the kernels run on this GPU, or on CPU tensors (inside a simulator of ``sm_90a``)?"""
+    if device.type == "cpu" and compiler.simulating() and compiler.simulated_arch() == _ARCH:
+        return Availability(True, "the compiled kernels, simulated")
     if device.type != "cuda" or not torch.cuda.is_available():
         return Availability(False, "needs a Hopper GPU")
     capability = torch.cuda.get_device_capability(device)

@@ -58,8 +58,8 @@ def choose_backend(name: str, device: torch.device) -> str:
     """
     status = {s.name: s for s in backend_status(device)}
     if name == "auto":
-        simulated = ("sim", "sm90") if device.type == "cpu" else ("sim",)
-        return next(s.name for s in status.values() if s.usable and s.name not in simulated)
+        slow = ("sim", "sm90") if device.type == "cpu" else ("sim",)
+        return next(s.name for s in status.values() if s.usable and s.name not in slow)
     if name not in status:
         raise ValueError(f"backend must be 'auto' or one of {BACKENDS}, got {name!r}")
     if not status[name].usable:

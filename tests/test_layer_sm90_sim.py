@@ -50,9 +50,9 @@ def assert_close(y: Tensor, want: Tensor, bound: float) -> None:
 )
 def test_kernels_give_the_reference(shape: Shape, activations: str, static: bool) -> None:
     cfg, weights = build(shape, static)
-    layer = MoE(cfg, weights, backend="sm90", activations=activations)
     x, ids, mix = routed(cfg, 11)
     with hopper(gathers=activations == "bf16") as s:
+        layer = MoE(cfg, weights, backend="sm90", activations=activations)
         y = layer.experts(x, ids, mix)
     assert sum("sm90_w4a16_middle" in name for name in names(s)) == 2
     want = reference.experts(x, ids, mix, cfg, weights, activations=activations).y
@@ -68,9 +68,9 @@ def test_configurations(tokens: int, config: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sm90_ops._CONFIGS, config, CONFIGS[config])
     cfg, weights = build(SHAPES[3], static=True)
     assert configs.choose_config(tokens * cfg.top_k, cfg.num_experts).name == config
-    layer = MoE(cfg, weights, backend="sm90")
     x, ids, mix = routed(cfg, tokens)
     with hopper(5, "random") as s:
+        layer = MoE(cfg, weights, backend="sm90")
         y = layer.experts(x, ids, mix)
     assert any(f"sm90_w4a16_{config}" in name for name in names(s))
     assert_close(y, reference.experts(x, ids, mix, cfg, weights).y, 5e-3)
@@ -88,7 +88,8 @@ def test_every_order_has_the_same_bits_and_few_launches() -> None:
     cfg, weights = build(SHAPES[1], static=False)
     g = torch.Generator().manual_seed(4)
     weight = torch.randn(cfg.num_experts, cfg.hidden, generator=g) * 0.02
-    layer = MoE(cfg, weights, router_weight=weight, backend="sm90")
+    with hopper():
+        layer = MoE(cfg, weights, router_weight=weight, backend="sm90")
     x, *_ = routed(cfg, 13)
     ys = []
     for schedule, seed in (("lazy", 0), ("eager", 0), ("random", 1), ("random", 2)):
@@ -101,8 +102,11 @@ def test_every_order_has_the_same_bits_and_few_launches() -> None:
 
 def test_auto_and_other_targets() -> None:
     cfg, weights = build(SHAPES[1], static=True)
-    assert MoE(cfg, weights).backend == "torch"  # never chosen by itself on a CPU
-    layer = MoE(cfg, weights, backend="sm90")
+    with pytest.raises(RuntimeError, match="needs a Hopper GPU"):
+        MoE(cfg, weights, backend="sm90")
+    with hopper():
+        assert MoE(cfg, weights).backend == "torch"  # never chosen by itself on a CPU
+        layer = MoE(cfg, weights, backend="sm90")
     from cute_kernels.sim import Simulator
 
     x, ids, mix = routed(cfg, 3)
@@ -120,8 +124,8 @@ def test_blackwell_and_hopper_in_one_process() -> None:
     x, ids, mix = routed(cfg, 5)
     got = {}
     for backend, arch in (("sim", "sm_100a"), ("sm90", "sm_90a"), ("sim", "sm_100a")):
-        layer = MoE(cfg, weights, backend=backend)
         with Simulator(schedule="lazy", arch=arch) as s:
+            layer = MoE(cfg, weights, backend=backend)
             y = layer.experts(x, ids, mix)
         assert any("sm90" in name for name in names(s)) == (backend == "sm90")
         assert torch.equal(y, got.setdefault(backend, y))

@@ -128,32 +128,27 @@ class Tmem:
         """A write by `warp`: whoever read the cells has told it so afterwards, through barriers."""
         if not self.readers:
             return
-        strict = warp.cta.launch.sim.checks.tcgen05_fence
-        known = self._known(warp) if strict else warp.agent.clock.known
-        late = self.read_done[area.index] > known[self.reader[area.index]]
-        if late.any():
-            lane, column = np.argwhere(late)[0]
-            reader = self.readers[int(self.reader[area.lane + lane, area.column + column])]
-            if (
-                strict
-                and not (
-                    self.read_done[area.index] > warp.agent.clock.known[self.reader[area.index]]
-                ).any()
-            ):
-                raise TmemRace(
-                    f"{what} overwrites or frees {area}, which warp {reader} has read: "
-                    "tcgen05.fence::after_thread_sync is missing behind the wait for it"
-                )
-            if (self.read_done[area.index] == UNFENCED).any():
-                raise TmemRace(
-                    f"{what} overwrites or frees {area}, which warp {reader} has read: "
-                    "tcgen05.fence::before_thread_sync is missing before its signal"
-                )
+        heard = warp.agent.clock.known
+        known = self._known(warp) if warp.cta.launch.sim.checks.tcgen05_fence else heard
+        done, reader = self.read_done[area.index], self.reader[area.index]
+        late = done > known[reader]
+        if not late.any():
+            return
+        number = self.readers[int(reader[tuple(np.argwhere(late)[0])])]
+        which = f"{what} overwrites or frees {area}, which a tcgen05.ld of warp {number}"
+        if not (done > heard[reader]).any():
             raise TmemRace(
-                f"{what} overwrites or frees {area}, which a tcgen05.ld of warp {reader} may still "
-                "read: that warp signalled before its load was over (tcgen05.wait::ld is missing "
-                "before the release), or the release is missing"
+                f"{which} has read: tcgen05.fence::after_thread_sync is missing behind the wait "
+                "for it"
             )
+        if (done == UNFENCED).any():
+            raise TmemRace(
+                f"{which} has read: tcgen05.fence::before_thread_sync is missing before its signal"
+            )
+        raise TmemRace(
+            f"{which} may still read: that warp signalled before its load was over "
+            "(tcgen05.wait::ld is missing before the release), or the release is missing"
+        )
 
     def release(self, column: int, allocated: tuple[int, int], checks: Checks, warp: Any) -> None:
         """dealloc of `allocated` = (columns, cta_group).
