@@ -42,31 +42,17 @@ class AblatedGemm(Sm90GroupedGemm):
     def name(self) -> str:
         return f"{super().name}_only_{'_'.join(self.keep)}"
 
-    @cute.jit
-    def load_stages(
-        self,
-        size: cutlass.Constexpr,
-        tma: Any,
-        args: Any,
-        geometry: Any,
-        shared: Any,
-        tile: Any,
-        state: tuple[Int32, Int32],
-    ):
-        if cutlass.const_expr("loads" in self.keep):
-            state = Sm90GroupedGemm.load_stages(
-                self, size, tma, args, geometry, shared, tile, state
-            )
-        return state
+    def load_stages(self, *args: Any) -> Any:
+        *_, state = args  # (stage, phase)
+        return Sm90GroupedGemm.load_stages(self, *args) if "loads" in self.keep else state
 
-    @cute.jit
-    def wait_full(self, shared: Any, stage: Int32, phase: Int32):
-        if cutlass.const_expr("loads" in self.keep):
-            Sm90GroupedGemm.wait_full(self, shared, stage, phase)
-
-    def release(self, stage: Int32, shared: Any) -> None:
+    def wait_full(self, *args: Any) -> None:
         if "loads" in self.keep:
-            Sm90GroupedGemm.release(self, stage, shared)
+            Sm90GroupedGemm.wait_full(self, *args)
+
+    def release(self, *args: Any) -> None:
+        if "loads" in self.keep:
+            Sm90GroupedGemm.release(self, *args)
 
     @cute.jit
     def _decode(

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import compile as compiler
 from cute_kernels.activations import SwiGLU
+from cute_kernels.launch import launch, multiprocessors
 from cute_kernels.sm90 import host
 from cute_kernels.sm90.config import CONFIGS, Sm90Config, choose_config, chunk_steps
 from cute_kernels.sm90.weights import Sm90Weight, blob_shape
@@ -138,14 +138,12 @@ def launches(gemm: Any, case: Case, inputs: Inputs, weight: Sm90Weight) -> list[
     sizes = host.scratch_sizes(case.rows, case.k, num_rows, config)
     scratch = host.Sm90Scratch.for_calls("cuda", *sizes)
     out = torch.empty((num_rows, case.rows), device="cuda", dtype=torch.bfloat16)
-    launch = compiler.load(gemm, host.ARCH)
-    ctas = torch.cuda.get_device_properties(0).multi_processor_count * config.ctas_per_sm
+    ctas = multiprocessors(out.device) * config.ctas_per_sm
     shape = (case.experts, num_rows, case.k, case.rows, chunk_steps(case.k, config), ctas)
 
     def run(x: Tensor, offsets: Tensor) -> Tensor:
         pointers = (weight.blob, x, out, offsets, scratch.counters, scratch.partial)
-        stream = torch.cuda.current_stream().cuda_stream
-        launch(*(t.data_ptr() for t in pointers), *shape, weight.alpha.data_ptr(), stream)
+        launch(gemm, out.device, *pointers, *shape, weight.alpha)
         return out
 
     return [functools.partial(run, x, o) for x, o in zip(inputs.xs, inputs.offsets)]

@@ -30,8 +30,8 @@ CHUNKS = ROW_BYTES // 16
 @dataclasses.dataclass(frozen=True)
 class ContiguousRows:
     """Expert-major rows x (R, K) by TMA. Every token size has a box of its own, so that the rows of
-    64 k are one instruction: with boxes of 16 rows, a loop over them kept the warp that issues
-    them busy for longer than the tensor cores took."""
+    64 k are one instruction: a loop over boxes of 16 rows kept the warp that issues them busy
+    most of the time (README.md, version 29)."""
 
     warps = 0
     arrivals = 0
